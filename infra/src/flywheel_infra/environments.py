@@ -183,7 +183,7 @@ def _make(stage: str, test: bool) -> None:
     if whole:
         stamp.unlink()
     else:
-        _uv(uv, "venv", "--quiet", "--clear", "--python", find_python(uv), str(environment))
+        _uv(uv, "venv", "--clear", "--python", find_python(uv), str(environment))
     python = str(program(stage, "python"))
     _uv(uv, "pip", "install", "--python", python, "--require-hashes", "-r", str(lock_file(stage, test)))
     editable = [word for package in (folder_of(stage), ROOT / "shared") for word in ("-e", str(package))]
@@ -196,7 +196,8 @@ def _make(stage: str, test: bool) -> None:
 def _uv(uv: str, *arguments: str) -> None:
     # A VIRTUAL_ENV of the caller's must not decide where packages go: --python does.
     environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
-    done = subprocess.run([uv, *arguments], env=environment, stdout=sys.stderr, check=False)
+    manners = [] if sys.stderr.isatty() else ["--quiet"]  # progress bars for a person, silence for a log
+    done = subprocess.run([uv, *manners, *arguments], env=environment, stdout=sys.stderr, check=False)
     if done.returncode != 0:
         raise SetupError(f"`uv {' '.join(arguments)}` failed with exit code {done.returncode}; its message is above")
 
