@@ -35,8 +35,8 @@ def load_recipe[R: Section](model_cls: type[R], path: Path, overrides: Sequence[
     """Read `path` and apply `overrides`, each `dotted.key=value`, the last one winning.
 
     A value is parsed as TOML (`10`, `1e-4`, `true`, `[1, 2]`, `"10"`) and taken as a string where it is no
-    TOML (`cpu`). Raises `UserError` naming the file or the override, the dotted key, what was found and what is
-    allowed.
+    TOML (`cpu`). Raises `UserError` naming the file or the override, the dotted key, what was found and what
+    is allowed.
     """
     tables = _read_toml(path)
     sources: dict[tuple[str, ...], str] = {}
