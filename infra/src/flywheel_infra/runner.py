@@ -13,7 +13,7 @@ from typing import IO
 from flywheel_shared.errors import UserError
 
 from flywheel_infra import environments, ledger, system
-from flywheel_infra.commands import Command, Server
+from flywheel_infra.commands import Command, Server, StepFailed
 from flywheel_infra.ledger import Ledger, StepRecord
 from flywheel_infra.profile import Profile, Step
 from flywheel_infra.progress import Progress
@@ -86,7 +86,7 @@ class _Run:
     def _run_step(self, number: int, step: Step, address: str | None) -> None:
         record = self._begin(number, step)
         command = Command(step, self.root, self.root / record.log, self.lock, address)
-        with self._timed(record, command) as timer:
+        with _Timer(self, record, command) as timer:
             command.wait(timer.tick)
         if step.server:
             self.servers[step.server][0].check()
@@ -115,13 +115,10 @@ class _Run:
         self.book.save(self.root)
         return record
 
-    def _timed(self, record: StepRecord, command: Command) -> "_Timer":
-        return _Timer(self, record, command)
-
     def _finish(self, step: Step, record: StepRecord) -> None:
         absent = [str(output) for output in self._outputs(step) if not output.exists()]
         if absent:
-            raise UserError(f"step '{step.name}' ended well but did not make {', '.join(absent)}; log: {record.log}")
+            raise StepFailed(step, f"ended well but did not make {', '.join(absent)}", self.root / record.log)
         record.state, record.finished_at = "done", ledger.now()
         record.size_bytes = sum(_size(output) for output in self._outputs(step))
         self.book.save(self.root)
@@ -136,7 +133,7 @@ class _Run:
             record = self._begin(number, serve)
             server = Server(serve, self.root, self.root / record.log, self.lock)
             stack.callback(server.stop)
-            with self._timed(record, server) as timer:
+            with _Timer(self, record, server) as timer:
                 self.servers[name] = (server, server.address(self.root, timer.tick))
             record.state, record.finished_at = "done", ledger.now()  # the start is what is timed
             self.book.save(self.root)
