@@ -9,7 +9,6 @@ The last clean block is left out: no token that is in the loss ever looks at it.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,13 @@ class Layout:
         """Index of the first latent frame that is denoised."""
         return 0 if self.noisy_first_frame else 1
 
-    @cached_property
+    @property
     def clean_ranges(self) -> list[slice]:
         """Token ranges of clean frame 0 and of each clean block kept; each sees everything up to its own end."""
         stops = [(1 + i * self.frames_per_block) * self.tokens_per_frame for i in range(self.blocks)]
         return [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
 
-    @cached_property
+    @property
     def noisy_first_range(self) -> slice:
         """Token range of noisy frame 0 (empty when it is not denoised); it sees only itself."""
         start = self.clean_frames * self.tokens_per_frame
@@ -69,7 +68,7 @@ class Layout:
         """Tokens of a block's group: noisy video, actions and states."""
         return self.video_tokens_per_block + self.actions_per_block + self.states_per_block
 
-    @cached_property
+    @property
     def groups(self) -> list[slice]:
         """Token range of each block's group [noisy video, actions, states].
 
