@@ -59,7 +59,7 @@ def report(root: Root, output: Annotated[Path | None, typer.Option(help="[defaul
 
 
 def _closing_lines(root: Path) -> str:
-    return "" # TMP
+    from flywheel_infra.run_folder import evaluations
 
     lines = [f"{evaluation.title}: {evaluation.sentence()}" for evaluation in evaluations(root)]
     return "\n".join(["", *lines, f"report: {root / 'report.html'}"])

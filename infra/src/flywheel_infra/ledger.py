@@ -10,7 +10,7 @@ import platform
 import subprocess
 import time
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from flywheel_shared.errors import UserError
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -30,7 +30,9 @@ class StepRecord(BaseModel):
     digest: str
     state: Literal["started", "done"]
     stage: str
-    argv: list[str]
+    argv: list[str]  # with its placeholders
+    outputs: list[str]  # relative to the root
+    recipe: dict[str, Any] | None = None  # what it was asked, as parsed
     log: str  # relative to the root
     started_at: str  # ISO 8601, UTC
     finished_at: str | None = None

@@ -4,7 +4,7 @@ import hashlib
 import json
 import tomllib
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from flywheel_shared.errors import UserError
 from flywheel_shared.recipe import Section, load_recipe
@@ -50,6 +50,16 @@ class Step(Section):
             words = [word.replace(name, value) for word in words]
         return words
 
+    def read_recipe(self) -> dict[str, Any] | None:
+        """The recipe's content; UserError where it is absent or no TOML."""
+        if self.recipe is None:
+            return None
+        path = ROOT / self.recipe
+        try:
+            return tomllib.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"step {self.name}: recipe {path} cannot be read: {error}") from None
+
 
 class Profile(Section):
     """Steps in the order in which they run."""
@@ -78,23 +88,13 @@ class Profile(Section):
             project = tomllib.loads((folder_of(step.stage) / "pyproject.toml").read_text())["project"]
             parts = {
                 "argv": step.argv,
-                "recipe": _digest_of_recipe(step),
+                # Parsed, so that a comment or a blank line reruns nothing.
+                "recipe": step.read_recipe(),
                 "stage": [step.stage, project["version"]],
                 "needs": [digests[needed] for needed in step.needs],
             }
-            digests[step.name] = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+            digests[step.name] = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
         return digests
-
-
-def _digest_of_recipe(step: Step) -> str | None:
-    if step.recipe is None:
-        return None
-    path = ROOT / step.recipe
-    if not path.is_file():
-        raise UserError(f"step {step.name}: recipe {path} does not exist")
-    # Parsed, so that a comment or a blank line reruns nothing.
-    content = json.dumps(tomllib.loads(path.read_text()), sort_keys=True, default=str)
-    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def load_profile(name: str) -> Profile:

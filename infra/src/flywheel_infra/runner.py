@@ -108,6 +108,8 @@ class _Run:
                 state="started",
                 stage=step.stage,
                 argv=step.argv,
+                outputs=step.outputs,
+                recipe=step.read_recipe(),
                 log=f"logs/{number}-{step.name}.log",
                 started_at=ledger.now(),
             )

