@@ -1,0 +1,1 @@
+"""Convert and inspect distributed checkpoints, at the speed of the disk and in little memory."""
