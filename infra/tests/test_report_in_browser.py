@@ -1,0 +1,87 @@
+"""The page in a real Chromium: what a reader on a phone and on a desk sees."""
+
+import pytest
+from flywheel_infra.report import write_report
+from playwright.sync_api import sync_playwright
+
+# Without these Chromium looks up hosts of its own at every start.
+QUIET = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=QUIET)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def address(finished_run, tmp_path_factory):
+    output = tmp_path_factory.mktemp("page") / "report.html"
+    write_report(finished_run, output)
+    return output.as_uri()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_opens_cleanly_and_fits(browser, address, width, scheme):
+    page = browser.new_page(viewport={"width": width, "height": 844}, color_scheme=scheme)
+    troubles, requests = [], []
+    page.on("console", lambda message: troubles.append(message.text))
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+    page.on("request", lambda request: requests.append(request.url))
+    page.goto(address)
+    page.wait_for_function("[...document.querySelectorAll('section > .videos video')].every(v => v.readyState >= 1)")
+    assert troubles == []
+    assert [url for url in requests if not url.startswith(("data:", "file:"))] == []
+    page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    wide = "[...document.querySelectorAll('main *')].filter(e => e.getBoundingClientRect().right > innerWidth + 1)"
+    assert page.evaluate(f"{wide}.map(e => e.outerHTML.slice(0, 80))") == []
+    page.close()
+
+
+def test_videos_curves_and_pictures_are_there(browser, address):
+    page = browser.new_page()
+    page.goto(address)
+    assert page.locator("h1").inner_text() == "The policy succeeds in 10 of 14 initial states"
+    assert page.locator("h2").all_inner_texts() == ["Rollouts", "Learning", "What was done", "Particulars"]
+    page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    page.wait_for_function("[...document.querySelectorAll('video')].every(v => v.readyState >= 1)")
+    durations = page.evaluate("[...document.querySelectorAll('video')].map(v => v.duration)")
+    assert len(durations) == 28
+    assert min(durations) > 0.5
+    assert page.evaluate("[...document.querySelectorAll('video')].every(v => v.muted && v.playsInline && v.controls)")
+    assert page.evaluate("[...document.images].every(i => i.complete && i.naturalWidth > 0)")
+    curves = page.evaluate("[...document.querySelectorAll('.chart .mean')].map(c => c.getTotalLength())")
+    assert len(curves) == 3
+    assert min(curves) > 100
+    page.close()
+
+
+def test_text_has_contrast_in_both_schemes(browser, address):
+    """WCAG AA: 4.5 to 1 for the soft text on the page and on a card."""
+    for scheme in ("light", "dark"):
+        page = browser.new_page(color_scheme=scheme)
+        page.goto(address)
+        ratios = page.evaluate(
+            """() => {
+              const probe = document.createElement('i'); document.body.append(probe);
+              const rgb = name => { probe.style.color = `var(${name})`; return getComputedStyle(probe).color
+                .match(/[\\d.]+/g).slice(0, 3).map(v => v / 255).map(v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4) };
+              const light = name => { const [r, g, b] = rgb(name); return .2126 * r + .7152 * g + .0722 * b };
+              return ['--ink', '--soft', '--good', '--bad', '--accent'].flatMap(text => ['--page', '--card'].map(back => {
+                const [a, b] = [light(text), light(back)].sort((x, y) => y - x); return [text, back, (a + .05) / (b + .05)] }))
+            }"""
+        )
+        assert [ratio for ratio in ratios if ratio[2] < 4.5] == []
+        page.close()
