@@ -78,7 +78,8 @@ class LinearVideoTokenizer(nn.Module):
     def encode(self, frames: Tensor) -> Tensor:
         """`[B, 3, 1 + temporal * k, H, W]`, uint8 or float in [-1, 1] -> `[B, C, 1 + k, H/p, W/p]`.
 
-        Latents are float32. Raises `UserError` for other numbers of frames and for sides that are no multiples of the patch.
+        Latents are float32. Raises `UserError` for other numbers of frames and for sides that are no
+        multiples of the patch.
         """
         self._check_frames(frames)
         first, rest = _to_float(frames).split([1, frames.shape[2] - 1], dim=2)
