@@ -22,7 +22,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stage", default="infra", help="whose environment (default: infra)")
     parser.add_argument("--test", action="store_true", help="with the packages that its tests need")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="a program of that environment and its arguments")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="a program of that environment and its arguments"
+    )
     chosen = parser.parse_args()
     try:
         environment = environments.ensure(chosen.stage, chosen.test)
@@ -34,7 +36,7 @@ def main() -> None:
     if not program.exists():
         sys.exit(f"set-up: the environment of {chosen.stage} has no program named {chosen.command[0]}")
     os.environ["PATH"] = f"{environment / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
-    os.execv(program, [str(program), *chosen.command[1:]])
+    os.execv(program, [str(program), *chosen.command[1:]])  # noqa: S606 - becoming the command is the point
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def make_evaluation(folder, winners, blank):
         rows.append(
             {
                 "task_id": 0,
-                "instruction": "pick up the black bowl between the plate and the ramekin and place it on the plate",
+                "instruction": "pick up the black bowl and place it on the plate",
                 "init_state": 36 + index,
                 "success_once": won,
                 "success_at_end": won,
@@ -44,7 +44,17 @@ def make_evaluation(folder, winners, blank):
         )
         (folder / "videos").mkdir(parents=True, exist_ok=True)
         pattern = f"testsrc=size=256x128:rate=10:duration={1 + index % 3}"
-        ffmpeg("-f", "lavfi", "-i", pattern, "-pix_fmt", "yuv420p", "-c:v", "libx264", folder / "videos" / f"{index:03d}.mp4")
+        ffmpeg(
+            "-f",
+            "lavfi",
+            "-i",
+            pattern,
+            "-pix_fmt",
+            "yuv420p",
+            "-c:v",
+            "libx264",
+            folder / "videos" / f"{index:03d}.mp4",
+        )
     ffmpeg("-f", "lavfi", "-i", "testsrc=size=800x600", "-frames:v", "1", folder / "contact_sheet.png")
     count = len(winners)
     rate = {"successes": count, "rate": count / EPISODES, "wilson_95": wilson(count, EPISODES)}
@@ -83,7 +93,9 @@ def make_checkpoints(folder, steps=600):
 
 
 def make_export(folder):
-    header = json.dumps({"blocks.0.weight": {"dtype": "F32", "shape": [1200, 2500], "data_offsets": [0, 12000000]}})
+    header = json.dumps(
+        {"blocks.0.weight": {"dtype": "F32", "shape": [1200, 2500], "data_offsets": [0, 12000000]}}
+    )
     folder.mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header.encode())
 
@@ -117,7 +129,13 @@ def make_ledger(root):
             "wall_s": wall_s,
             "size_bytes": size,
         }
-    machine = {"processor": "A Processor 9000", "cores": 2, "memory_gib": 23.9, "system": "Linux 6", "python": "3.12.1"}
+    machine = {
+        "processor": "A Processor 9000",
+        "cores": 2,
+        "memory_gib": 23.9,
+        "system": "Linux 6",
+        "python": "3.12.1",
+    }
     ledger = {"format": 1, "profile": "laptop", "commit": "0123456789ab", "machine": machine, "setup_s": 21.5}
     write(root / "flywheel.json", ledger | {"steps": steps})
 

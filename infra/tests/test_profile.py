@@ -1,4 +1,5 @@
 import pytest
+
 from flywheel_infra.profile import PROFILES, Profile, load_profile
 from flywheel_shared.errors import UserError
 
@@ -56,7 +57,10 @@ def test_a_recipe_counts_by_content_not_by_comments(tmp_path):
     def digest(content):
         recipe.write_text(content)
         profile = Profile.model_validate(
-            {"description": "", "steps": [{"name": "a", "stage": "infra", "argv": ["x"], "recipe": str(recipe)}]}
+            {
+                "description": "",
+                "steps": [{"name": "a", "stage": "infra", "argv": ["x"], "recipe": str(recipe)}],
+            }
         )
         return profile.digests()["a"]
 

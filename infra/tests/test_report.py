@@ -3,6 +3,7 @@ import re
 import shutil
 
 import pytest
+
 from flywheel_infra.charts import line_chart, smooth, thin
 from flywheel_infra.report import duration, size, write_report
 from flywheel_infra.run_folder import Rate, evaluations, parameters, trainings
@@ -128,7 +129,9 @@ def test_thinning_keeps_both_ends():
     assert (len(kept), kept[0], kept[-1]) == (100, points[0], points[-1])
 
 
-@pytest.mark.parametrize("values", [[0.5] * 5, [0.0] * 5, [1e-9, 2e-9, 3e-9], [1e4, 1.0, 1e-4], [-1.0, 2.0, 0.0]])
+@pytest.mark.parametrize(
+    "values", [[0.5] * 5, [0.0] * 5, [1e-9, 2e-9, 3e-9], [1e4, 1.0, 1e-4], [-1.0, 2.0, 0.0]]
+)
 def test_a_chart_stays_inside_its_frame(values):
     svg = line_chart(list(enumerate(values)), "a <curve>")
     assert "&lt;curve&gt;" in svg

@@ -1,8 +1,9 @@
 """The page in a real Chromium: what a reader on a phone and on a desk sees."""
 
 import pytest
-from flywheel_infra.report import write_report
 from playwright.sync_api import sync_playwright
+
+from flywheel_infra.report import write_report
 
 # Without these Chromium looks up hosts of its own at every start.
 QUIET = [
@@ -14,6 +15,23 @@ QUIET = [
     "--disable-component-update",
     "--disable-sync",
 ]
+
+TOO_WIDE = """[...document.querySelectorAll('main *')]
+  .filter(e => e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML.slice(0, 80))"""
+
+# Relative luminance and contrast ratio as WCAG 2 defines them.
+CONTRASTS = r"""() => {
+  const probe = document.body.appendChild(document.createElement('i'));
+  const linear = v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+  const light = name => {
+    probe.style.color = `var(${name})`;
+    const [r, g, b] = getComputedStyle(probe).color.match(/[\d.]+/g).map(v => linear(v / 255));
+    return .2126 * r + .7152 * g + .0722 * b;
+  };
+  const ratio = (a, b) => (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
+  return ['--ink', '--soft', '--good', '--bad', '--accent'].flatMap(text =>
+    ['--page', '--card'].map(back => [text, back, ratio(light(text), light(back))]));
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +58,14 @@ def test_the_page_opens_cleanly_and_fits(browser, address, width, scheme):
     page.on("pageerror", lambda error: troubles.append(str(error)))
     page.on("request", lambda request: requests.append(request.url))
     page.goto(address)
-    page.wait_for_function("[...document.querySelectorAll('section > .videos video')].every(v => v.readyState >= 1)")
+    page.wait_for_function(
+        "[...document.querySelectorAll('section > .videos video')].every(v => v.readyState >= 1)"
+    )
     assert troubles == []
     assert [url for url in requests if not url.startswith(("data:", "file:"))] == []
     page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    wide = "[...document.querySelectorAll('main *')].filter(e => e.getBoundingClientRect().right > innerWidth + 1)"
-    assert page.evaluate(f"{wide}.map(e => e.outerHTML.slice(0, 80))") == []
+    assert page.evaluate(TOO_WIDE) == []
     page.close()
 
 
@@ -60,7 +79,9 @@ def test_videos_curves_and_pictures_are_there(browser, address):
     durations = page.evaluate("[...document.querySelectorAll('video')].map(v => v.duration)")
     assert len(durations) == 28
     assert min(durations) > 0.5
-    assert page.evaluate("[...document.querySelectorAll('video')].every(v => v.muted && v.playsInline && v.controls)")
+    assert page.evaluate(
+        "[...document.querySelectorAll('video')].every(v => v.muted && v.playsInline && v.controls)"
+    )
     assert page.evaluate("[...document.images].every(i => i.complete && i.naturalWidth > 0)")
     curves = page.evaluate("[...document.querySelectorAll('.chart .mean')].map(c => c.getTotalLength())")
     assert len(curves) == 3
@@ -73,15 +94,6 @@ def test_text_has_contrast_in_both_schemes(browser, address):
     for scheme in ("light", "dark"):
         page = browser.new_page(color_scheme=scheme)
         page.goto(address)
-        ratios = page.evaluate(
-            """() => {
-              const probe = document.createElement('i'); document.body.append(probe);
-              const rgb = name => { probe.style.color = `var(${name})`; return getComputedStyle(probe).color
-                .match(/[\\d.]+/g).slice(0, 3).map(v => v / 255).map(v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4) };
-              const light = name => { const [r, g, b] = rgb(name); return .2126 * r + .7152 * g + .0722 * b };
-              return ['--ink', '--soft', '--good', '--bad', '--accent'].flatMap(text => ['--page', '--card'].map(back => {
-                const [a, b] = [light(text), light(back)].sort((x, y) => y - x); return [text, back, (a + .05) / (b + .05)] }))
-            }"""
-        )
+        ratios = page.evaluate(CONTRASTS)
         assert [ratio for ratio in ratios if ratio[2] < 4.5] == []
         page.close()

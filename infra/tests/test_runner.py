@@ -276,7 +276,8 @@ def test_a_broken_ledger_is_one_line(wheel):
 def test_workers_in_sessions_of_their_own_die_with_the_run(tmp_path, wheel):
     (tmp_path / "nest.py").write_text(
         "import os, pathlib, subprocess, sys, time\n"
-        "worker = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "sleep = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        "worker = subprocess.Popen(sleep, start_new_session=True)\n"
         "(pathlib.Path(sys.argv[1]) / 'worker').write_text(str(worker.pid))\n"
         "time.sleep(600)\n"
     )

@@ -39,13 +39,15 @@ def line_chart(points: Sequence[Point], label: str) -> str:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 7}" y="{y + 3.5:.1f}" text-anchor="end">{tick:g}</text>')
     for step, anchor in ((steps[0], "start"), ((steps[0] + steps[-1]) / 2, "middle"), (steps[-1], "end")):
-        x = place((step, low)).partition(",")[0]
-        parts.append(f'<text class="tick" x="{x}" y="{HEIGHT - 10}" text-anchor="{anchor}">{step:,.0f}</text>')
+        along = place((step, low)).partition(",")[0]
+        parts.append(
+            f'<text class="tick" x="{along}" y="{HEIGHT - 10}" text-anchor="{anchor}">{step:,.0f}</text>'
+        )
     raw, mean = thin(points, POINTS_MAX), thin(smooth(points), POINTS_MAX)
     parts.append(f'<polyline class="raw" points="{" ".join(map(place, raw))}"/>')
     parts.append(f'<polyline class="mean" points="{" ".join(map(place, mean))}"/>')
-    x, y = place(mean[-1]).split(",")
-    parts.append(f'<circle class="dot" cx="{x}" cy="{y}" r="3.5"/></svg>')
+    across, down = place(mean[-1]).split(",")
+    parts.append(f'<circle class="dot" cx="{across}" cy="{down}" r="3.5"/></svg>')
     return "".join(parts)
 
 

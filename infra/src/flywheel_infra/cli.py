@@ -7,6 +7,7 @@ from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
+
 from flywheel_shared.errors import UserError, run_app
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
@@ -21,7 +22,9 @@ def _flywheel() -> None:
 
 @app.command()
 def run(
-    profile: Annotated[str, typer.Option(help="A name in infra/profiles, or a path of a .toml file.")] = "laptop",
+    profile: Annotated[
+        str, typer.Option(help="A name in infra/profiles, or a path of a .toml file.")
+    ] = "laptop",
     root: Annotated[Path | None, typer.Option(help="Folder of the run [default: runs/<profile>].")] = None,
     start: Annotated[str | None, typer.Option("--from", help="Rerun from this step on.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Rerun everything.")] = False,
@@ -49,7 +52,9 @@ def run(
 
 
 @app.command()
-def report(root: Root, output: Annotated[Path | None, typer.Option(help="[default: <root>/report.html]")] = None) -> None:
+def report(
+    root: Root, output: Annotated[Path | None, typer.Option(help="[default: <root>/report.html]")] = None
+) -> None:
     """Write one self-contained page about a run: curves, videos, success, times, versions."""
     from flywheel_infra.report import write_report
 

@@ -31,11 +31,13 @@ class Command:
     """A running command under its guard, its output appended to a log."""
 
     def __init__(self, step: Step, root: Path, log: Path, lock: IO[str], server: str | None = None) -> None:
-        """Start it. `lock` is inherited by the guard: the folder stays held until the last process is gone."""
+        """Start it. The guard inherits `lock`: the folder stays held until the last process is gone."""
         self.step, self.log = step, log
         argv = step.command(root, server)
         programs = ENVIRONMENTS / step.stage / "bin"
-        environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")
+        }
         environment["PATH"] = f"{programs}{os.pathsep}{environment.get('PATH', '')}"
         environment["PYTHONUNBUFFERED"] = "1"  # the last line of the log is the progress shown
         log.parent.mkdir(exist_ok=True)
@@ -51,7 +53,7 @@ class Command:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=[lock.fileno()],
-                start_new_session=True,  # a Ctrl-C at the terminal reaches the run alone, which stops in order
+                start_new_session=True,  # a Ctrl-C reaches the run alone, which stops in order
             )
 
     def wait(self, on_tick: Callable[[str], None]) -> None:
@@ -92,7 +94,7 @@ class Server(Command):
         raise StepFailed(self.step, f"was not ready within {SERVER_READY_WITHIN_S:.0f} s", self.log)
 
     def check(self) -> None:
-        """Raise StepFailed where the server has died: an evaluation against a dead server measures nothing."""
+        """Raise StepFailed where the server has died: an evaluation against it measured nothing."""
         if self.process.poll() is not None:
             raise StepFailed(self.step, f"ended early with exit code {self.process.returncode}", self.log)
 

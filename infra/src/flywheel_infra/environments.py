@@ -18,8 +18,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Iterator, List, Optional, Sequence, Tuple
 
 ROOT = Path(__file__).resolve().parents[3]
 ENVIRONMENTS = ROOT / ".venv"
@@ -36,7 +36,7 @@ class SetupError(Exception):
     """Set-up cannot go on; the message is one line that says what the user can do."""
 
 
-def stages() -> List[str]:
+def stages() -> list[str]:
     """Names that have an environment: `infra` and every folder of stages/ with a lock."""
     return ["infra", *sorted(lock.parent.name for lock in ROOT.glob("stages/*/requirements.lock"))]
 
@@ -86,7 +86,7 @@ def is_ready(stage: str, test: bool = False) -> bool:
 # --- uv and the interpreter ---------------------------------------------------------------------------
 
 
-def _answer(argv: Sequence[str]) -> Optional[str]:
+def _answer(argv: Sequence[str]) -> str | None:
     """What a command printed, or None where it is absent, fails or hangs: the only proof that it runs."""
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
@@ -95,7 +95,7 @@ def _answer(argv: Sequence[str]) -> Optional[str]:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _version(text: Optional[str]) -> Tuple[int, ...]:
+def _version(text: str | None) -> tuple[int, ...]:
     words = (text or "").split()
     numbers = words[1] if len(words) > 1 and words[0] == "uv" else (words[0] if words else "")
     return tuple(int(part) for part in numbers.split(".")[:3] if part.isdigit())
@@ -116,7 +116,9 @@ def find_uv() -> str:
         # PIP_CONSTRAINT and the like cannot change a hash-pinned choice, only forbid it.
         pip = [str(base / "bin" / "python"), "-m", "pip", "install", "-q", "--require-hashes"]
         if subprocess.run([*pip, "-r", str(UV_LOCK)], check=False).returncode != 0:
-            raise SetupError("pip could not install uv (its message is above); install uv yourself, then retry")
+            raise SetupError(
+                "pip could not install uv (its message is above); install uv yourself, then retry"
+            )
     return own
 
 
@@ -149,10 +151,12 @@ def _candidates() -> Iterator[str]:
     pyenv = _answer(["pyenv", "root"])
     if pyenv:
         folders = Path(pyenv).glob("versions/3.*/bin/python")
-        yield from sorted(map(str, folders), key=lambda path: _version(Path(path).parents[1].name), reverse=True)
+        yield from sorted(
+            map(str, folders), key=lambda path: _version(Path(path).parents[1].name), reverse=True
+        )
 
 
-def _interpreter_version(path: str) -> Tuple[int, ...]:
+def _interpreter_version(path: str) -> tuple[int, ...]:
     return _version(_answer([path, "-c", "import sys, venv; print('%d.%d.%d' % sys.version_info[:3])"]))
 
 
@@ -164,6 +168,7 @@ def ensure(stage: str, test: bool = False) -> Path:
 
     Safe under two callers at once (the second waits) and under a kill at any point (see STAMP).
     """
+    folder_of(stage)  # raises before anything is made for a name that is none
     environment = ENVIRONMENTS / stage
     if is_ready(stage, test):
         return environment
@@ -179,7 +184,7 @@ def _make(stage: str, test: bool) -> None:
     # An environment made for tests stays one, so that a plain run in between removes nothing.
     test = test or (stamp.is_file() and json.loads(stamp.read_text()).get("test", False))
     whole = stamp.is_file() and _interpreter_version(str(program(stage, "python")))[:2] >= PYTHON
-    _say(f"{'updating' if whole else 'making'} the environment of {stage} (minutes where packages are downloaded)")
+    _say(f"{'updating' if whole else 'making'} the environment of {stage} (minutes where it downloads)")
     if whole:
         stamp.unlink()
     else:
@@ -195,11 +200,15 @@ def _make(stage: str, test: bool) -> None:
 
 def _uv(uv: str, *arguments: str) -> None:
     # A VIRTUAL_ENV of the caller's must not decide where packages go: --python does.
-    environment = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")
+    }
     manners = [] if sys.stderr.isatty() else ["--quiet"]  # progress bars for a person, silence for a log
     done = subprocess.run([uv, *manners, *arguments], env=environment, stdout=sys.stderr, check=False)
     if done.returncode != 0:
-        raise SetupError(f"`uv {' '.join(arguments)}` failed with exit code {done.returncode}; its message is above")
+        raise SetupError(
+            f"`uv {' '.join(arguments)}` failed with exit code {done.returncode}; its message is above"
+        )
 
 
 @contextlib.contextmanager

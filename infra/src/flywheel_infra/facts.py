@@ -1,4 +1,4 @@
-"""Names and values that the report lists: the corpus, the training, the simulator, the machine, the packages."""
+"""Names and values that the report lists: corpus, training, simulator, machine, packages."""
 
 import re
 from pathlib import Path
@@ -30,14 +30,16 @@ class Facts:
         lines = [line for output in record.outputs for line in self._describe(self.root / output)]
         return "; ".join(lines) or " ".join(record.argv[:2])
 
-    def _describe(self, path: Path) -> Pairs | list[str]:
+    def _describe(self, path: Path) -> list[str]:
         if (path / "meta" / "info.json").is_file():
             info = run_folder.read_json(path / "meta" / "info.json")
             return [f"{info['total_episodes']} demonstrations, {info['total_frames']:,} frames"]
         if (path / "metrics.jsonl").is_file():
             training = next(run for run in run_folder.trainings(self.root) if run.name == path.name)
             saves = len([child for child in path.glob("iter_*") if child.is_dir()])
-            return [f"{training.last_step:,} optimiser steps, {saves} checkpoint{'s' if saves != 1 else ''} kept"]
+            return [
+                f"{training.last_step:,} optimiser steps, {saves} checkpoint{'s' if saves != 1 else ''} kept"
+            ]
         if (path / "results.json").is_file():
             evaluation = next(run for run in run_folder.evaluations(self.root) if run.name == path.name)
             return [f"{evaluation.success_once.trials} episodes with the {evaluation.title}"]
@@ -53,14 +55,19 @@ def corpus_facts(path: Path) -> Pairs:
     info = run_folder.read_json(path / "meta" / "info.json")
     features: dict[str, Any] = info["features"]
     pictures = [name for name, feature in features.items() if feature["dtype"] in ("video", "image")]
-    pairs = [
+    return [
         ("Episodes", f"{info['total_episodes']:,}"),
         ("Frames", f"{info['total_frames']:,} at {info['fps']} a second"),
         ("Tasks", str(info["total_tasks"])),
-        ("Cameras", ", ".join(f"{name.rpartition('.')[2]} {_shape(features[name]['shape'])}" for name in pictures)),
-        ("State, action", " and ".join(_shape(features[name]["shape"]) for name in ("observation.state", "action"))),
+        (
+            "Cameras",
+            ", ".join(f"{name.rpartition('.')[2]} {_shape(features[name]['shape'])}" for name in pictures),
+        ),
+        (
+            "State, action",
+            " and ".join(_shape(features[name]["shape"]) for name in ("observation.state", "action")),
+        ),
     ]
-    return pairs
 
 
 def training_facts(root: Path, training: Training, ledger: Ledger) -> Pairs:

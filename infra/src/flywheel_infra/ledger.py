@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from flywheel_shared.errors import UserError
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flywheel_infra.environments import ROOT
+from flywheel_shared.errors import UserError
 
 LEDGER = "flywheel.json"
 LOCK = ".flywheel.lock"
@@ -93,7 +93,9 @@ def machine() -> dict[str, str | int | float]:
     processor = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        models = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        models = [
+            line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line
+        ]
         processor = models[0] if models else processor
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
@@ -123,7 +125,8 @@ def hold(root: Path) -> IO[str]:
             holder = handle.read().strip()
             if not holder or Path(f"/proc/{holder}").exists() or time.monotonic() > deadline:
                 raise UserError(
-                    f"{root} is in use by another run (process {holder or '?'}); wait for it, or choose another --root"
+                    f"{root} is in use by another run (process {holder or '?'}); "
+                    "wait for it, or choose another --root"
                 ) from None
             time.sleep(0.2)
     handle.truncate(0)

@@ -6,11 +6,11 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from flywheel_shared.errors import UserError
-from flywheel_shared.recipe import Section, load_recipe
 from pydantic import Field, model_validator
 
 from flywheel_infra.environments import ROOT, folder_of
+from flywheel_shared.errors import UserError
+from flywheel_shared.recipe import Section, load_recipe
 
 PROFILES = ROOT / "infra" / "profiles"
 
@@ -25,9 +25,9 @@ class Step(Section):
     name: str = Field(pattern=r"^[a-z][a-z0-9-]*$")
     stage: str
     argv: list[str] = Field(min_length=1)
-    recipe: str | None = None  # relative to the repository; its bytes belong to the step's digest
-    needs: list[str] = []  # earlier steps whose outputs this one reads
-    outputs: list[str] = []  # relative to the root; all exist once the step is done
+    recipe: str | None = None  # relative to the repository; its content belongs to the step's digest
+    needs: tuple[str, ...] = ()  # earlier steps whose outputs this one reads
+    outputs: tuple[str, ...] = ()  # relative to the root; all exist once the step is done
     kind: Literal["run", "serve"] = "run"
     server: str | None = None  # a serve step that must answer while this one runs
     ready_file: str | None = None  # a serve step writes its address here, relative to the root
@@ -36,7 +36,9 @@ class Step(Section):
     @model_validator(mode="after")
     def _serve_steps_say_when_they_are_ready(self) -> Self:
         if (self.kind == "serve") != (self.ready_file is not None):
-            raise ValueError(f"step {self.name}: ready_file belongs to every step of kind serve, and to no other")
+            raise ValueError(
+                f"step {self.name}: ready_file belongs to every step of kind serve, and to no other"
+            )
         if any(Path(output).is_absolute() or ".." in Path(output).parts for output in self.outputs):
             raise ValueError(f"step {self.name}: outputs lie under the root, found {self.outputs}")
         return self
@@ -82,7 +84,7 @@ class Profile(Section):
         return self
 
     def digests(self) -> dict[str, str]:
-        """What decides each step's outputs: its argv, recipe and stage version, and those of what it needs."""
+        """What decides each step's outputs: argv, recipe, stage version, and those of what it needs."""
         digests: dict[str, str] = {}
         for step in self.steps:
             project = tomllib.loads((folder_of(step.stage) / "pyproject.toml").read_text())["project"]
@@ -93,7 +95,9 @@ class Profile(Section):
                 "stage": [step.stage, project["version"]],
                 "needs": [digests[needed] for needed in step.needs],
             }
-            digests[step.name] = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+            digests[step.name] = hashlib.sha256(
+                json.dumps(parts, sort_keys=True, default=str).encode()
+            ).hexdigest()
         return digests
 
 

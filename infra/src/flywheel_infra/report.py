@@ -6,18 +6,29 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from flywheel_shared.errors import UserError
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from flywheel_infra import run_folder
 from flywheel_infra.charts import line_chart
-from flywheel_infra.facts import Facts, corpus_facts, evaluation_facts, machine_facts, package_facts, training_facts
+from flywheel_infra.facts import (
+    Facts,
+    corpus_facts,
+    evaluation_facts,
+    machine_facts,
+    package_facts,
+    training_facts,
+)
 from flywheel_infra.ledger import Ledger
 from flywheel_infra.run_folder import Evaluation, Training
+from flywheel_shared.errors import UserError
 
 VIDEOS_MAX_MIB = 24  # of all videos together; a phone must still open the page
-CURVES = [("train/loss", "Total loss"), ("train/loss/video", "Video loss"), ("train/loss/action", "Action loss")]
+CURVES = [
+    ("train/loss", "Total loss"),
+    ("train/loss/video", "Video loss"),
+    ("train/loss/action", "Action loss"),
+]
 
 
 def write_report(root: Path, output: Path) -> None:
@@ -58,10 +69,16 @@ def context(root: Path, ledger: Ledger) -> dict[str, Any]:
         "meaning": _meaning(evaluations),
         "trainings": [_training(training) for training in trainings],
         "steps": _steps(root, ledger, total_s),
-        "total": f"All steps took {duration(total_s)}; set-up of environments before them {duration(ledger.setup_s)}.",
+        "total": f"All steps took {duration(total_s)}; set-up before them {duration(ledger.setup_s)}.",
         "cards": [
-            *({"title": f"Corpus: {path.name}", "facts": corpus_facts(path)} for path in _folders(root / "corpus")),
-            *({"title": f"Training: {run.name}", "facts": training_facts(root, run, ledger)} for run in trainings),
+            *(
+                {"title": f"Corpus: {path.name}", "facts": corpus_facts(path)}
+                for path in _folders(root / "corpus")
+            ),
+            *(
+                {"title": f"Training: {run.name}", "facts": training_facts(root, run, ledger)}
+                for run in trainings
+            ),
             *({"title": "Simulator", "facts": evaluation_facts(run)} for run in evaluations[:1]),
             {"title": "Machine", "facts": machine_facts(ledger)},
         ],
@@ -84,8 +101,8 @@ def _meaning(evaluations: list[Evaluation]) -> str:
     unseen = evaluations[0].results.get("states_in_corpus") == 0
     states = "initial states that no demonstration used" if unseen else "initial states"
     return (
-        f"Success is success_once: the simulator called the task done at any step of the episode, over {rate.trials} "
-        f"{states}."
+        "Success is success_once: the simulator called the task done at any step of the episode, "
+        f"over {rate.trials} {states}."
     )
 
 
@@ -128,7 +145,7 @@ def _training(training: Training) -> dict[str, Any]:
             charts.append({"title": title, "last": f"{points[-1][1]:.3g}", "svg": Markup(svg)})  # noqa: S704
     return {
         "charts": charts,
-        "caption": f"Losses over {training.last_step:,} optimiser steps: every step faint, their moving mean strong.",
+        "caption": f"Over {training.last_step:,} optimiser steps: each faint, their moving mean strong.",
     }
 
 

@@ -101,7 +101,9 @@ class Training:
     def series(self, metric: str) -> list[tuple[float, float]]:
         """(step, value) wherever the metric was written and is finite."""
         points = [(row["step"], row[metric]) for row in self.rows if metric in row]
-        return [(step, value) for step, value in points if isinstance(value, int | float) and math.isfinite(value)]
+        return [
+            (step, value) for step, value in points if isinstance(value, int | float) and math.isfinite(value)
+        ]
 
     @property
     def last_step(self) -> int:

@@ -10,18 +10,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
-from flywheel_shared.errors import UserError
-
 from flywheel_infra import environments, ledger, system
 from flywheel_infra.commands import Command, Server, StepFailed
 from flywheel_infra.ledger import Ledger, StepRecord
 from flywheel_infra.profile import Profile, Step
 from flywheel_infra.progress import Progress
+from flywheel_shared.errors import UserError
 
 HEARTBEAT_S = 5.0
 
 
-def run(profile_name: str, profile: Profile, root: Path, start: str | None, fresh: bool, progress: Progress) -> None:
+def run(
+    profile_name: str, profile: Profile, root: Path, start: str | None, fresh: bool, progress: Progress
+) -> None:
     """Bring the folder `root` to the end of the profile.
 
     `start` reruns from that step on, `fresh` all of them. Raises UserError where the folder is in use or a
@@ -108,7 +109,7 @@ class _Run:
                 state="started",
                 stage=step.stage,
                 argv=step.argv,
-                outputs=step.outputs,
+                outputs=list(step.outputs),
                 recipe=step.read_recipe(),
                 log=f"logs/{number}-{step.name}.log",
                 started_at=ledger.now(),
@@ -173,7 +174,7 @@ class _Timer:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder whole: renamed first, so that a kill leaves nothing that looks like an output."""
+    """Remove a file or folder: renamed first, so that a kill leaves nothing that looks like an output."""
     if not path.exists():
         return
     doomed = path.with_name(f".{path.name}.removed")

@@ -38,7 +38,10 @@ def is_present(package: str) -> bool:
     if shutil.which("dpkg-query") is None:
         return False
     asked = subprocess.run(
-        ["dpkg-query", "-W", "-f", "${db:Status-Status}", package], capture_output=True, text=True, check=False
+        ["dpkg-query", "-W", "-f", "${db:Status-Status}", package],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return asked.stdout.strip() == "installed"
 
@@ -50,12 +53,17 @@ def ensure(packages: Iterable[str]) -> None:
         return
     names = " ".join(missing)
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
-        raise SetupError(f"system packages are missing; run: sudo apt-get install -y --no-install-recommends {names}")
+        raise SetupError(
+            f"system packages are missing; run: sudo apt-get install -y --no-install-recommends {names}"
+        )
     print(f"set-up: installing Debian packages: {names}", file=sys.stderr, flush=True)
     quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for command in (["update"], ["install", "-y", "--no-install-recommends", *missing]):
         done = subprocess.run(
-            ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=120", *command], env=quiet, stdout=sys.stderr, check=False
+            ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=120", *command],
+            env=quiet,
+            stdout=sys.stderr,
+            check=False,
         )
         if done.returncode != 0 and command != ["update"]:
             raise SetupError(f"apt-get could not install {names}; its message is above")
