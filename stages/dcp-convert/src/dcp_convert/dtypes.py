@@ -70,7 +70,7 @@ def cast(values: np.ndarray, source: ElementType, target: ElementType, name: str
         return values
     import torch
 
-    before = torch.from_numpy(values.view(np.uint8).reshape(-1)).view(getattr(torch, source.name))
+    before = torch.from_numpy(values.reshape(-1).view(np.uint8)).view(getattr(torch, source.name))
     after = before.to(getattr(torch, target.name))
     if not torch.isfinite(after).all():  # rare, so the closer look costs nothing
         overflowed = torch.isinf(after) & torch.isfinite(before)

@@ -38,7 +38,7 @@ def show(found: Inspection, depth: int | None, console: Console) -> None:
             for line in _lines(root, depth):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
-            console.print(_branch(Tree(_label(root), guide_style="dim"), root, depth))
+            console.print(_branch(Tree(escape(_label(root)), guide_style="dim"), root, depth))
         for line in _totals(part):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     for name, count in found.files.items():
@@ -96,39 +96,41 @@ def _checkpoints(found: Inspection, console: Console, plain: bool) -> None:
 
 
 def _totals(part: Part) -> Iterator[str]:
+    what = "elements" if part.name == "optim" else "parameters"
+    yield f"  {what}: {count_of(part.elements)} in {len(part.tensors)} tensors, {size(part.bytes)}"
+    width = max(map(len, part.elements_by_module), default=0)
     for module, count in part.elements_by_module.items():
-        yield f"  {module}: {count:,}"
-    yield f"  {part.name}: {count_of(part.elements)} in {len(part.tensors)} tensors, {size(part.bytes)}"
+        yield f"    {module:{width}}  {count:,}"
     if part.objects:
         some = ", ".join(sorted(part.objects)[:5]) + (", ..." if len(part.objects) > 5 else "")
-        yield f"  {len(part.objects)} entries are no tensors, {size(sum(part.objects.values()))}: {some}"
+        yield f"  not tensors: {len(part.objects)} entries, {size(sum(part.objects.values()))}: {some}"
 
 
 def count_of(elements: int) -> str:
-    """Elements in full and, from a million on, in short: "1,234,567 elements (1.23 M)"."""
+    """A count in full and, from a million on, in short: "1,234,567 (1.23 M)"."""
     if elements < 1e6:
-        return f"{elements:,} elements"
+        return f"{elements:,}"
     short = f"{elements / 1e9:.2f} B" if elements >= 1e9 else f"{elements / 1e6:.2f} M"
-    return f"{elements:,} elements ({short})"
+    return f"{elements:,} ({short})"
 
 
 def _label(node: Node) -> str:
     if node.tensor is not None and not node.children:
         tensor = node.tensor
         chunks = f", {tensor.chunks} chunks" if tensor.chunks > 1 else ""
-        return escape(f"{node.name}  {list(tensor.shape)} {tensor.dtype}, {size(tensor.bytes)}{chunks}")
-    return escape(f"{node.name}  {node.elements:,} in {node.tensors} tensors, {size(node.bytes)}")
+        return f"{node.name}  {list(tensor.shape)} {tensor.dtype}, {size(tensor.bytes)}{chunks}"
+    return f"{node.name}  {node.elements:,} in {node.tensors} tensors, {size(node.bytes)}"
 
 
 def _branch(tree: Tree, node: Node, depth: int | None) -> Tree:
     if depth != 0:
         for child in node.children.values():
-            _branch(tree.add(_label(child)), child, None if depth is None else depth - 1)
+            _branch(tree.add(escape(_label(child))), child, None if depth is None else depth - 1)
     return tree
 
 
 def _lines(node: Node, depth: int | None, indent: str = "") -> Iterator[str]:
-    yield indent + _label(node).replace("\\[", "[")
+    yield indent + _label(node)
     if depth != 0:
         for child in node.children.values():
             yield from _lines(child, None if depth is None else depth - 1, indent + "  ")
