@@ -38,7 +38,8 @@ def run(
     steps = load_profile(profile)
     name = Path(profile).stem
     folder = (root or environments.ROOT / "runs" / name).absolute()
-    signal.signal(signal.SIGTERM, _stop)
+    for stop in (signal.SIGTERM, signal.SIGINT):  # a background job of a shell starts with SIGINT ignored
+        signal.signal(stop, _stop)
     try:
         with Progress() as progress:
             runner.run(name, steps, folder, start, fresh, progress)
