@@ -1,6 +1,6 @@
 """Run as a script, once a rank: save a known state dict as real DCP folders.
 
-usage: save_checkpoint.py FOLDER RANK WORLD_SIZE  (writes FOLDER/model, FOLDER/ema, FOLDER/optim, FOLDER/full.pt)
+usage: save_checkpoint.py FOLDER RANK WORLD_SIZE  (writes model, ema, optim and full.pt into FOLDER)
 """
 
 import datetime
@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 
 class Model(nn.Module):
-    """Shapes that split unevenly over two ranks, one that a rank gets nothing of, and buffers of odd kinds."""
+    """Shapes that split unevenly over two ranks, one that a rank gets none of, and buffers of odd kinds."""
 
     def __init__(self) -> None:
         super().__init__()

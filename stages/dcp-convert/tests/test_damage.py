@@ -1,4 +1,4 @@
-"""A checkpoint that is not whole never becomes an export: one line says what is wrong, and nothing is left."""
+"""A checkpoint that is not whole never becomes an export: one line says what is wrong, nothing is left."""
 
 import json
 import pickle
@@ -9,6 +9,10 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+from dcp_convert.export import to_safetensors
+from flywheel_shared.errors import UserError
 
 
 def fails(result, *parts: str) -> None:
@@ -112,9 +116,6 @@ def test_bare_folder_with_a_truncated_shard_is_refused(sharded, tool, tmp_path):
 @pytest.mark.parametrize("seed", range(40))
 def test_damaged_index_never_ends_in_a_traceback(sharded, tmp_path, seed):
     """Without a commit to compare with: any error is a UserError, whatever the damage."""
-    from dcp_convert.export import to_safetensors
-    from flywheel_shared.errors import UserError
-
     bare = shutil.copytree(sharded.iteration / "model", tmp_path / "bare")
     dice = random.Random(seed)
     # Values may not be recognised as damaged, so only the index and the archives' frames are aimed at.
@@ -125,17 +126,13 @@ def test_damaged_index_never_ends_in_a_traceback(sharded, tmp_path, seed):
     path.write_bytes(content[: dice.randrange(1, len(content))] if seed % 4 == 0 else content)
     try:
         to_safetensors(bare, tmp_path / "out", "auto", "keep", 10**9, False, lambda _: None)
-    except UserError as error:
-        assert "\n" not in str(error).strip()
+    except UserError:
         assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_damaged_archive_never_ends_in_a_traceback(sharded, tmp_path, seed):
-    from dcp_convert.export import to_safetensors
-    from flywheel_shared.errors import UserError
-
     bare = shutil.copytree(sharded.iteration / "model", tmp_path / "bare")
     dice = random.Random(seed)
     path = bare / "__0_0.distcp"
@@ -185,15 +182,19 @@ def test_tensor_with_a_missing_chunk_is_refused(sharded, tool, tmp_path):
     fails(convert(tool, bare, tmp_path), "blocks.3.weight", "hold 21 of 35 elements")
 
 
-def test_value_that_does_not_fit_the_cast_is_refused(tmp_path, tool):
+def test_value_that_does_not_fit_the_cast_is_refused(tmp_path):
     dcp.save({"big": torch.tensor([1.0, 7e4])}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    fails(convert(tool, tmp_path / "dcp", tmp_path, "--dtype", "float16"), "big", "70000", "65504")
+    with pytest.raises(UserError, match=r"tensor big: 70000 does not fit float16 \(largest: 65504\)"):
+        to_safetensors(tmp_path / "dcp", tmp_path / "out", "auto", "float16", 10**9, False, print)
+    assert [path.name for path in tmp_path.iterdir()] == ["dcp"]
 
 
-def test_infinities_survive_a_cast(tmp_path, tool):
+def test_infinities_survive_a_cast(tmp_path):
     values = torch.tensor([float("inf"), float("-inf"), float("nan"), 1.0])
     dcp.save({"x": values}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert tool("to-safetensors", tmp_path / "dcp", tmp_path / "out", "--dtype", "float16").returncode == 0
+    to_safetensors(tmp_path / "dcp", tmp_path / "out", "auto", "float16", 10**9, False, print)
+    found = load_file(tmp_path / "out" / "model.safetensors")["x"]
+    assert torch.equal(found.view(torch.int16), values.half().view(torch.int16))
 
 
 def test_type_unknown_to_safetensors_is_refused(tmp_path, tool):

@@ -1,7 +1,6 @@
 """The output appears whole or not at all, replaces only what it may, and says when there is no room."""
 
 import json
-import os
 import random
 import resource
 import shutil
@@ -10,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ LARGEST_TENSOR_BYTES = 240_000_000
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A bare DCP folder of LARGE_BYTES with one tensor of LARGEST_TENSOR_BYTES."""
     folder = tmp_path_factory.mktemp("large") / "dcp"
     rest = {f"blocks.{i}.weight": torch.randn(2_000_000) for i in range(20)}
@@ -36,14 +36,15 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.rmtree(folder)
 
 
-MEASURE = """
-import resource, sys
+MEASURE = r"""
+import re, sys
 from pathlib import Path
 from dcp_convert.export import to_safetensors
 if sys.argv[3] != "keep":
     import torch
     torch.ones(1000, 1000).to(torch.bfloat16)  # whatever threads and code a first cast brings in
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+# Not ru_maxrss: across an exec it keeps the peak of the process that started this one.
+peak = lambda: int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 before = peak()
 to_safetensors(Path(sys.argv[1]), Path(sys.argv[2]), "auto", sys.argv[3], 5 * 10**9, False, print)
 print(peak() - before)
@@ -55,9 +56,9 @@ def test_memory_does_not_grow_with_the_model_or_its_largest_tensor(large, tmp_pa
     command = [sys.executable, "-c", MEASURE, large, tmp_path / "out", dtype]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     grown = int(done.stdout.splitlines()[-1])
-    # Bands of 16 MiB: one read, one cast, one written, one in between, and the allocator's slack.
-    assert grown < 150e6 < LARGEST_TENSOR_BYTES
-    (tmp_path / "grown").write_text(str(grown))
+    # Bands of 8 MiB: one read, one cast, one written, one in between, and the allocator's slack.
+    assert 8e6 < grown < 150e6 < LARGEST_TENSOR_BYTES
+    print(f"{dtype}: peak memory grew by {grown / 1e6:.0f} MB")
 
 
 def test_killed_conversion_leaves_no_output_and_can_be_repeated(large, start_tool, tmp_path, same_bits):
@@ -162,6 +163,6 @@ def test_second_conversion_to_one_output_is_refused(sharded, tool, tmp_path):
 
 
 def test_file_descriptors_do_not_leak(sharded, tmp_path):
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     to_safetensors(sharded.run, tmp_path / "out", "auto", "keep", 1000, False, lambda _: None)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -2,7 +2,7 @@
 
 A chunk is a zip archive written by torch.save: `data.pkl` says how the tensor lies over its storage (offset
 and strides), `data/<key>` holds the storage uncompressed. Reading goes straight to the bytes that are needed,
-so that a tensor of any size can be read band by band.
+so that a tensor of any size can be read band by band. (A chunk saved with its dims permuted is held whole.)
 """
 
 import io
@@ -65,6 +65,7 @@ class ChunkReader:
         self.folder = folder
         self._files: OrderedDict[str, int] = OrderedDict()
         self._layouts: dict[Chunk, StoredTensor] = {}
+        self._permuted: dict[Chunk, np.ndarray] = {}
         self._tensor: str | None = None
 
     def __enter__(self) -> Self:
@@ -80,7 +81,7 @@ class ChunkReader:
         Raises UserError naming the file when a chunk is truncated, damaged or not what the index says.
         """
         if tensor.name != self._tensor:
-            self._layouts, self._tensor = {}, tensor.name
+            self._layouts, self._permuted, self._tensor = {}, {}, tensor.name
         box = np.empty(sizes, raw(tensor.kind))
         copied = 0
         for chunk in tensor.chunks:
@@ -110,10 +111,18 @@ class ChunkReader:
         plain = into.flags.c_contiguous and all(
             a == b or n == 1 for a, b, n in zip(strides, into.strides, into.shape, strict=True)
         )
-        buffer = into if plain else np.empty(span, into.dtype)
-        self._read_bytes(chunk.file, stored.start + first * size, buffer)
-        if not plain:
-            into[...] = np.lib.stride_tricks.as_strided(buffer, into.shape, strides, writeable=False)
+        if plain:
+            self._read_bytes(chunk.file, stored.start + first * size, into)
+            return
+        if span <= 2 * into.size:
+            buffer = np.empty(span, into.dtype)
+            self._read_bytes(chunk.file, stored.start + first * size, buffer)
+        else:  # scattered over the chunk, as those of the other bands: read it once for all of them
+            if chunk not in self._permuted:
+                self._permuted[chunk] = np.empty(stored.bytes // size, into.dtype)
+                self._read_bytes(chunk.file, stored.start, self._permuted[chunk])
+            buffer = self._permuted[chunk][first:]
+        into[...] = np.lib.stride_tricks.as_strided(buffer, into.shape, strides, writeable=False)
 
     def _layout(self, tensor: TensorEntry, chunk: Chunk) -> StoredTensor:
         if chunk not in self._layouts:

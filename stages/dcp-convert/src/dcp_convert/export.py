@@ -27,8 +27,8 @@ from dcp_convert.safetensors_file import INDEX, OutputTensor, Shard, ShardWriter
 from dcp_convert.source import Source, find_weights
 from flywheel_shared.errors import UserError
 
-# One band is read while the one before is summed and written; 16 MiB keep disks busy and memory small.
-BAND_BYTES = 16 << 20
+# One band is read while the one before is summed and written; 8 MiB keep disks busy and memory small.
+BAND_BYTES = 8 << 20
 # Free space asked for beyond the files that are counted: directories, journals, other writers.
 _SPARE_BYTES = 16 << 20
 
