@@ -73,7 +73,7 @@ def test_latents_have_zero_mean_and_unit_variance_per_channel(tokenizer):
     encoded = tokenizer.encode(torch.stack([moving_scene(seed) for seed in range(12)]))
     for part in (encoded[:, :, :1], encoded[:, :, 1:]):
         values = part.transpose(0, 1).flatten(1)
-        # The statistics are those of sampled patches (2,048 of 1,088 places a clip): a few percent off.
+        # The statistics are those of sampled patches (512 of 1,088 places a clip): a few percent off.
         assert values.mean(1).abs().max() < 0.15
         assert (values.std(1) - 1).abs().max() < 0.2
 

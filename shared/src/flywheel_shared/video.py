@@ -56,7 +56,7 @@ class LinearVideoTokenizer(nn.Module):
         patch: int = 8,
         temporal: int = 4,
         channels: int = 16,
-        patches_per_clip: int = 2048,
+        patches_per_clip: int = 512,
         seed: int = 0,
     ) -> Self:
         """Fit on clips, each uint8 or float in [-1, 1], `[3, T, H, W]`, of any length.
