@@ -352,9 +352,10 @@ def test_missing_and_broken_videos_are_user_errors(own_corpus):
         open_windows(own_corpus).window(0)
 
 
-def test_video_paths_that_lead_out_of_the_dataset_are_refused(own_corpus):
+@pytest.mark.parametrize("template", ["../{video_key}/{file_index}.mp4", "/tmp/{file_index}.mp4"])
+def test_video_paths_that_lead_out_of_the_dataset_are_refused(own_corpus, template):
     info = json.loads((own_corpus / "meta/info.json").read_text())
-    info["video_path"] = "../{video_key}/{chunk_index}/{file_index}.mp4"
+    info["video_path"] = template
     (own_corpus / "meta/info.json").write_text(json.dumps(info))
     with pytest.raises(UserError, match="leads out of the dataset"):
         open_windows(own_corpus)

@@ -20,7 +20,10 @@ class Corpus:
     """Rows sorted by episode and frame: row `starts[e] + f` is frame `f` of episode `e`."""
 
     root: Path
-    metadata: "LeRobotDatasetMetadata"
+    fps: float
+    cameras: dict[str, str]  # colour cameras, each "video" or "image"
+    video_files: dict[str, list[Path]]  # of a camera, the file of each episode
+    video_start_s: dict[str, np.ndarray]  # of a camera, where each episode begins in its file, float64 [E]
     data_files: list[Path]
     starts: np.ndarray  # int64 [E + 1], the last one is the number of rows
     columns: dict[str, np.ndarray]  # float32 [N, D]
@@ -66,8 +69,25 @@ def open_corpus(root: Path, keys: Sequence[str]) -> Corpus:
     tasks = _task_names(metadata)
     if task.min() < 0 or task.max() >= len(tasks):
         raise UserError(f"{root}: data names task {task.max()}, meta/tasks.parquet has {len(tasks)}")
-    columns = {key: _vectors(root, key, table[key])[order] for key in keys}
-    return Corpus(root, metadata, files, starts, columns, tasks, task[order])
+    cameras = {
+        key: metadata.features[key]["dtype"] for key in metadata.camera_keys if key not in metadata.depth_keys
+    }
+    videos = [key for key, kind in cameras.items() if kind == "video"]
+    # Plain values only: the library's object prints an error when it is still alive as the interpreter ends.
+    return Corpus(
+        root=root,
+        fps=float(metadata.fps),
+        cameras=cameras,
+        video_files={key: _video_files(root, metadata, key) for key in videos},
+        video_start_s={
+            key: np.asarray(metadata.episodes[f"videos/{key}/from_timestamp"], float) for key in videos
+        },
+        data_files=files,
+        starts=starts,
+        columns={key: _vectors(root, key, table[key])[order] for key in keys},
+        tasks=tasks,
+        task_of_row=task[order],
+    )
 
 
 def _read_metadata(root: Path) -> "LeRobotDatasetMetadata":
@@ -143,6 +163,18 @@ def _check_episodes(
             f"{root}: episode {episode[row]}: expected frame_index {expected[row]}, found {frame[row]}"
         )
     return starts
+
+
+def _video_files(root: Path, metadata: "LeRobotDatasetMetadata", camera: str) -> list[Path]:
+    chunks, files = (metadata.episodes[f"videos/{camera}/{name}"] for name in ("chunk_index", "file_index"))
+    template = metadata.video_path or ""
+    paths = []
+    for chunk, file in zip(chunks, files, strict=True):
+        relative = Path(template.format(video_key=camera, chunk_index=chunk, file_index=file))
+        if relative.is_absolute() or ".." in relative.parts:
+            raise UserError(f"{root}: meta/info.json: video_path leads out of the dataset: {relative}")
+        paths.append(root / relative)
+    return paths
 
 
 def _task_names(metadata: "LeRobotDatasetMetadata") -> list[str]:

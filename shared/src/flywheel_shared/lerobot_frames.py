@@ -10,7 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,12 +55,13 @@ class EpisodeFrames:
         self._episodes: OrderedDict[int, dict[str, Tensor]] = OrderedDict()
         self._bytes = 0
         self._decoders = _Decoders()
-        known = corpus.metadata.camera_keys
         for camera in cameras:
-            if camera not in known or camera in corpus.metadata.depth_keys:
-                raise UserError(f"{corpus.root}: no colour camera {camera!r}; there are {known}")
+            if camera not in corpus.cameras:
+                raise UserError(
+                    f"{corpus.root}: no colour camera {camera!r}; there are {list(corpus.cameras)}"
+                )
         self._videos = {
-            camera: _places(corpus, camera) for camera in cameras if camera in corpus.metadata.video_keys
+            camera: _places(corpus, camera) for camera in cameras if corpus.cameras[camera] == "video"
         }
         self._cameras = list(cameras)
 
@@ -160,31 +161,19 @@ class _Decoders:
 
 def _places(corpus: Corpus, camera: str) -> list[_Place]:
     """Where each episode lies in the files of a camera; raises `UserError` for files that are not there."""
-    table = corpus.metadata.episodes
-    chunk, file, from_s = (
-        np.asarray(table[f"videos/{camera}/{name}"])
-        for name in ("chunk_index", "file_index", "from_timestamp")
-    )
+    start_s = corpus.video_start_s[camera]
+    members: dict[Path, list[int]] = {}
+    for episode in np.argsort(start_s, kind="stable").tolist():
+        members.setdefault(corpus.video_files[camera][episode], []).append(episode)
     places: dict[int, _Place] = {}
-    for key in sorted(set(zip(chunk.tolist(), file.tolist(), strict=True))):
-        members = np.flatnonzero((chunk == key[0]) & (file == key[1]))
-        members = members[np.argsort(from_s[members], kind="stable")]
-        path = _video_path(corpus, camera, int(members[0]))
-        lengths = corpus.lengths[members]
-        for episode, before in zip(members, np.cumsum(lengths) - lengths, strict=True):
-            by_time = round(float(from_s[episode]) * corpus.metadata.fps)
-            places[int(episode)] = _Place(path, int(before), by_time, int(lengths.sum()))
+    for path, episodes in members.items():
+        if not path.is_file():
+            raise UserError(f"{path}: no such video; camera {camera!r} of episode {episodes[0]} needs it")
+        lengths = corpus.lengths[episodes]
+        for episode, before in zip(episodes, np.cumsum(lengths) - lengths, strict=True):
+            by_time = round(float(start_s[episode]) * corpus.fps)
+            places[episode] = _Place(path, int(before), by_time, int(lengths.sum()))
     return [places[episode] for episode in range(corpus.episodes)]
-
-
-def _video_path(corpus: Corpus, camera: str, episode: int) -> Path:
-    relative = PurePosixPath(corpus.metadata.get_video_file_path(episode, camera))
-    if relative.is_absolute() or ".." in relative.parts:
-        raise UserError(f"{corpus.root}: meta/info.json: video_path leads out of the dataset: {relative}")
-    path = corpus.root / relative
-    if not path.is_file():
-        raise UserError(f"{path}: no such video; camera {camera!r} of episode {episode} needs it")
-    return path
 
 
 def _nbytes(frames: dict[str, Tensor]) -> int:

@@ -48,7 +48,7 @@ class EpisodeWindows:
         """
         self.corpus: Corpus = open_corpus(root, list(dict.fromkeys([state_key, action_key])))
         self.cameras = list(cameras)
-        self.fps = float(self.corpus.metadata.fps)
+        self.fps = self.corpus.fps
         self.episode_lengths = self.corpus.lengths
         self._starts = self.corpus.starts
         self._episode_of_row = np.repeat(np.arange(self.corpus.episodes), self.episode_lengths)
