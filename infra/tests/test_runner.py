@@ -57,7 +57,7 @@ SCRIPTS = {
             def log_message(self, *_): pass
         server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
         (root / "ran").open("a").write("server\\n")
-        (root / "ready").write_text(f"ws://127.0.0.1:{server.server_port}")
+        (root / "ready").write_text(f"127.0.0.1:{server.server_port}")
         server.serve_forever()
         """,
     "ask.py": """

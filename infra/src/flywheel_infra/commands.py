@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -80,7 +79,10 @@ class Server(Command):
     """A serve step: started, then asked until it answers."""
 
     def address(self, root: Path, on_tick: Callable[[str], None]) -> str:
-        """What the server wrote to its ready file, once GET /healthz answers; raises StepFailed."""
+        """ws://host:port of what the server wrote to its ready file, once GET /healthz answers there.
+
+        Raises StepFailed where it ends first or takes too long.
+        """
         ready = root / str(self.step.ready_file)
         deadline = time.monotonic() + SERVER_READY_WITHIN_S
         while time.monotonic() < deadline:
@@ -88,9 +90,9 @@ class Server(Command):
                 raise StepFailed(self.step, "ended before it was ready", self.log)
             on_tick(tail(self.log, 1))
             if ready.is_file():
-                address = ready.read_text().strip()
-                if _answers(address):
-                    return address
+                place = ready.read_text().strip()
+                if place and _answers(f"http://{place}/healthz"):
+                    return f"ws://{place}"
         raise StepFailed(self.step, f"was not ready within {SERVER_READY_WITHIN_S:.0f} s", self.log)
 
     def check(self) -> None:
@@ -99,12 +101,11 @@ class Server(Command):
             raise StepFailed(self.step, f"ended early with exit code {self.process.returncode}", self.log)
 
 
-def _answers(address: str) -> bool:
-    url = address.replace("ws://", "http://", 1).rstrip("/") + "/healthz"
+def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5) as answer:  # noqa: S310 - an address of our own server
             return bool(answer.status == 200)
-    except (OSError, ValueError, urllib.error.URLError):
+    except (OSError, ValueError):
         return False
 
 
