@@ -38,11 +38,11 @@ def read_commit(iteration: Path) -> Commit:
     """Read `iteration/commit.json`; raises UserError when it is missing, malformed or leaves the folder."""
     path = iteration / COMMIT
     if iteration.name.endswith(".tmp"):
-        raise UserError(f"{iteration}: not whole: a save that did not finish (it was never renamed)")
+        raise UserError(f"{iteration}: a save that did not finish (it was never renamed)")
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise UserError(f"{iteration}: not whole: no {COMMIT}, which a save writes last") from error
+        raise UserError(f"{iteration}: no {COMMIT}, which a save writes last; it did not finish") from error
     except (ValueError, OSError) as error:
         raise UserError(f"{path}: not readable as JSON ({error})") from error
     try:
@@ -67,11 +67,9 @@ def check_sizes(iteration: Path, commit: Commit) -> None:
         try:
             found = path.stat().st_size
         except OSError as error:
-            raise UserError(
-                f"{path}: missing, expected {expected.bytes} bytes ({COMMIT}); not whole"
-            ) from error
+            raise UserError(f"{path}: missing, expected {expected.bytes} bytes ({COMMIT})") from error
         if found != expected.bytes:
-            raise UserError(f"{path}: found {found} bytes, expected {expected.bytes} ({COMMIT}); not whole")
+            raise UserError(f"{path}: found {found} bytes, expected {expected.bytes} ({COMMIT})")
 
 
 def check_sums(iteration: Path, commit: Commit, names: Iterable[str], advance: Callable[[int], None]) -> None:

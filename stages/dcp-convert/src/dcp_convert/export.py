@@ -116,7 +116,7 @@ def _verify(source: Source, names: list[str], shown: bool = False) -> None:
         return
     for name in names:
         if name not in source.commit.files:
-            raise UserError(f"{source.iteration / name}: to be read but not listed in {COMMIT}; not whole")
+            raise UserError(f"{source.iteration / name}: to be read but not listed in {COMMIT}")
     total = sum(source.commit.files[name].bytes for name in names)
     with progress("verify", total) if shown else nullcontext(lambda _: None) as advance:
         check_sums(source.iteration, source.commit, names, advance)

@@ -97,7 +97,7 @@ def _checkpoints(found: Inspection, console: Console, plain: bool) -> None:
 
 def _totals(part: Part) -> Iterator[str]:
     what = "elements" if part.name == "optim" else "parameters"
-    yield f"  {what}: {count_of(part.elements)} in {len(part.tensors)} tensors, {size(part.bytes)}"
+    yield f"  {what}: {count_of(part.elements)} in {_tensors(len(part.tensors))}, {size(part.bytes)}"
     width = max(map(len, part.elements_by_module), default=0)
     for module, count in part.elements_by_module.items():
         yield f"    {module:{width}}  {count:,}"
@@ -119,7 +119,11 @@ def _label(node: Node) -> str:
         tensor = node.tensor
         chunks = f", {tensor.chunks} chunks" if tensor.chunks > 1 else ""
         return f"{node.name}  {list(tensor.shape)} {tensor.dtype}, {size(tensor.bytes)}{chunks}"
-    return f"{node.name}  {node.elements:,} in {node.tensors} tensors, {size(node.bytes)}"
+    return f"{node.name}  {node.elements:,} in {_tensors(node.tensors)}, {size(node.bytes)}"
+
+
+def _tensors(count: int) -> str:
+    return "1 tensor" if count == 1 else f"{count} tensors"
 
 
 def _branch(tree: Tree, node: Node, depth: int | None) -> Tree:
