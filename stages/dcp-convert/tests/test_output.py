@@ -59,6 +59,7 @@ def test_memory_does_not_grow_with_the_model_or_its_largest_tensor(large, tmp_pa
     # Bands of 8 MiB: one read, one cast, one written, one in between, and the allocator's slack.
     assert 8e6 < grown < 150e6 < LARGEST_TENSOR_BYTES
     print(f"{dtype}: peak memory grew by {grown / 1e6:.0f} MB")
+    shutil.rmtree(tmp_path / "out")  # pytest keeps what is left for three runs
 
 
 def test_killed_conversion_leaves_no_output_and_can_be_repeated(large, start_tool, tmp_path, same_bits):
@@ -79,6 +80,7 @@ def test_killed_conversion_leaves_no_output_and_can_be_repeated(large, start_too
     state = {name: torch.empty(value.shape) for name, value in load_file(out / "model.safetensors").items()}
     dcp.load(state, checkpoint_id=large, no_dist=True)
     assert same_bits(load_file(out / "model.safetensors"), state)
+    shutil.rmtree(out)
 
 
 def test_kill_at_any_moment_leaves_a_whole_output_or_none(sharded, start_tool, tmp_path):
