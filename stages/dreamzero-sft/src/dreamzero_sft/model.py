@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
 from dreamzero_sft.action_modules import ActionEncoder, EmbodimentLinear, EmbodimentMLP
-from dreamzero_sft.attention import CrossAttention, KVCache, Rotation, SelfAttention
+from dreamzero_sft.attention import CrossAttention, KVCache, RMSNorm, Rotation, SelfAttention
 from dreamzero_sft.layout import Layout
 from dreamzero_sft.rope import line_angles, rotation, video_angles
 
@@ -180,9 +180,8 @@ class WorldActionModel(nn.Module):
         self.head = Head(s)
         self.img_emb = ImageProjection(s.clip_dim, s.dim)
 
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
+    def init_weights(self) -> None:
         """Random weights for training from scratch (Xavier linears; small embeddings; zero video head)."""
-        del generator
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -191,7 +190,7 @@ class WorldActionModel(nn.Module):
                 module.reset_parameters()
             elif isinstance(module, nn.LayerNorm):
                 module.reset_parameters()
-            elif type(module).__name__ == "RMSNorm":
+            elif isinstance(module, RMSNorm):
                 nn.init.ones_(module.weight)
         nn.init.xavier_uniform_(self.patch_embedding.weight.view(self.settings.dim, -1))
         nn.init.zeros_(self.patch_embedding.bias)
@@ -251,8 +250,9 @@ class WorldActionModel(nn.Module):
 
         clean_video = self._patches(clean[:, :, : layout.clean_frames], _frames(y, 0, layout.clean_frames))
         noisy_video = self._patches(noisy[:, :, first:], _frames(y, first, layout.frames))
-        actions = self.action_encoder(action, timestep_action).unflatten(1, (blocks, -1))
-        states = self.state_encoder(state).unflatten(1, (blocks, -1))
+        dtype = clean_video.dtype
+        actions = self.action_encoder(action.to(dtype), timestep_action).unflatten(1, (blocks, -1))
+        states = self.state_encoder(state.to(dtype)).unflatten(1, (blocks, -1))
         tokens = [clean_video.flatten(1, 2), noisy_video[:, : 1 - first].flatten(1, 2)]
         video_blocks = noisy_video[:, 1 - first :].unflatten(1, (blocks, -1)).flatten(2, 3)
         tokens.append(torch.cat((video_blocks, actions, states), dim=2).flatten(1, 2))
@@ -331,7 +331,8 @@ class WorldActionModel(nn.Module):
         layout = self.layout(noisy, 1)
         index = (start_frame - 1) // s.num_frame_per_block
         video_tokens = self._patches(noisy, y).flatten(1, 2)
-        actions, states = self.action_encoder(action, timestep_action), self.state_encoder(state)
+        actions = self.action_encoder(action.to(video_tokens.dtype), timestep_action)
+        states = self.state_encoder(state.to(video_tokens.dtype))
         x = torch.cat((video_tokens, actions, states), dim=1)
         frames, count = noisy.shape[2], actions.shape[1]
         state_times = timestep_action[:, :: count // s.num_state_per_block]
@@ -359,18 +360,23 @@ class WorldActionModel(nn.Module):
         return self._context(context, clip_feature)
 
     def _context(self, context: Tensor, clip_feature: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self.text_embedding(context), None if clip_feature is None else self.img_emb(clip_feature)
+        dtype = self.patch_embedding.weight.dtype
+        text = self.text_embedding(context.to(dtype))
+        return text, None if clip_feature is None else self.img_emb(clip_feature.to(dtype))
 
     def _embed_time(self, times: Tensor, dtype: torch.dtype) -> Tensor:
         return self.time_embedding(time_sinusoid(times, self.settings.freq_dim).to(dtype))
 
     def _patches(self, latent: Tensor, y: Tensor | None) -> Tensor:
-        """Latents ``[B, C, F, H, W]`` to tokens ``[B, F, S, dim]``."""
+        """Latents ``[B, C, F, H, W]`` to tokens ``[B, F, S, dim]`` in the dtype that the model computes in.
+
+        Times stay float32 up to their sinusoid: bfloat16 cannot tell 999 from 1000.
+        """
         if self.settings.concat_first_frame_latent:
             if y is None:
                 raise ValueError("this model concatenates the first frame's latents: y is needed")
             latent = torch.cat((latent, y.to(latent.dtype)), dim=1)
-        return self.patch_embedding(latent).flatten(3).permute(0, 2, 3, 1)
+        return self.patch_embedding(latent.to(self.patch_embedding.weight.dtype)).flatten(3).permute(0, 2, 3, 1)
 
     def _video(self, tokens: Tensor, time: Tensor, grid: tuple[int, int]) -> Tensor:
         """Tokens ``[B, F S, dim]`` to velocities ``[B, out_dim, F, H, W]``."""

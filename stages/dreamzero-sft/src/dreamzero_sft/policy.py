@@ -1,0 +1,165 @@
+"""An export behind the policy protocol: one observation in, one chunk of actions out."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flywheel_shared.errors import UserError
+from flywheel_shared.policy_protocol import PolicyError
+from flywheel_shared.video import LinearVideoTokenizer
+from safetensors import safe_open
+from torch import Tensor
+
+from dreamzero_sft.conditioning import Conditioner, ConditioningSettings
+from dreamzero_sft.model import ModelSettings, build_on_meta, parameter_count
+from dreamzero_sft.recipe import DataSettings, SamplerSettings, TokenizerSettings
+from dreamzero_sft.sampler import sample_block
+from dreamzero_sft.samples import first_frame_condition
+from dreamzero_sft.statistics import read_metadata
+from dreamzero_sft.transforms import Transform, ViewSettings
+
+
+class DreamZeroPolicy:
+    """Answers each request from its one observation alone (the published LIBERO evaluation is stateless too)."""
+
+    def __init__(self, export: Path, device: torch.device, sampler: SamplerSettings | None = None) -> None:
+        """Load an export.
+
+        Raises:
+            UserError: if a file of the export is missing or does not fit the model.
+        """
+        config = _read_json(export / "config.json")
+        if config.get("format") != "dreamzero-sft/1":
+            raise UserError(f"{export}/config.json: format is {config.get('format')!r}, not 'dreamzero-sft/1'")
+        self.device = device
+        self.data = DataSettings.model_validate_json(json.dumps(config["data"]))
+        self.views = ViewSettings.model_validate_json(json.dumps(config["views"]))
+        self.sampler = sampler or SamplerSettings.model_validate_json(json.dumps(config["sampler"]))
+        conditioning = ConditioningSettings.model_validate_json(json.dumps(config["conditioning"]))
+        tokenizer = TokenizerSettings.model_validate_json(json.dumps(config["tokenizer"]))
+        settings = ModelSettings.model_validate_json(json.dumps(config["model"]))
+        self.model = build_on_meta(settings).eval()
+        self.model.load_state_dict(read_weights(export, set(self.model.state_dict())), assign=True)
+        self.model.to(device=device, dtype=torch.float32).requires_grad_(False)
+        metadata = read_metadata(export / "stats.json", self.data.embodiment)
+        self.transform = Transform(metadata, self.views, settings.action_dim, settings.max_state_dim)
+        self.tokenizer = LinearVideoTokenizer.load(export / "video_tokenizer.safetensors").to(device)
+        self.conditioner = Conditioner.load(export, conditioning.text_len).to(device)
+        self.metadata: dict[str, Any] = {
+            "model": f"dreamzero-sft {config['run']}",
+            "parameters": parameter_count(self.model),
+            "action_horizon": settings.num_action_per_block,
+            "action_dim": self.transform.action.dim,
+            "state_dim": self.transform.state.dim,
+            "rate_hz": config["rate_hz"],
+            "image_keys": list(self.views.request_keys),
+            "image_resolution": [self.views.height, self.views.width],
+            "frame_step": settings.num_action_per_block // (settings.num_frame_per_block * tokenizer.temporal),
+            "versions": {"torch": torch.__version__},
+        }
+
+    def infer(self, observation: dict[str, Any]) -> dict[str, Any]:
+        """Actions ``float32 [chunk, action_dim]`` for one observation.
+
+        Raises:
+            PolicyError: if the observation lacks a field or has one of the wrong shape; the reason names it.
+        """
+        started = time.perf_counter()
+        video = self.transform.picture([self._view(observation, key) for key in self.views.request_keys])
+        state = self._state(observation)
+        prompt = observation.get("prompt")
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise PolicyError("prompt: a non-empty string is needed")
+        actions = self.act(video, state, prompt)
+        return {
+            "actions": actions.numpy(),
+            "server_timing": {"infer_ms": 1000 * (time.perf_counter() - started)},
+        }
+
+    @torch.no_grad()
+    def act(self, video: Tensor, state: Tensor, prompt: str) -> Tensor:
+        """Actions ``[chunk, action_dim]`` for a picture ``[1, 3, 1, H, W]`` in [-1, 1] and a state ``[1, 1, D]``."""
+        video = video.to(self.device)
+        latent = self.tokenizer.encode(video)
+        settings = self.model.settings
+        y = None
+        if settings.concat_first_frame_latent:
+            blank = latent.new_zeros(*latent.shape[:2], settings.num_frame_per_block, *latent.shape[3:])
+            y = first_frame_condition(torch.cat((latent, blank), dim=2))
+        text = self.data.prompt_template.format(instruction=prompt)
+        _, actions = sample_block(
+            self.model,
+            latent,
+            self.transform.state.normalise(state).to(self.device),
+            self.conditioner.encode_prompts([text]),
+            self.conditioner.encode_image(video[:, :, 0]),
+            self.sampler,
+            None if self.sampler.guidance == 1 else self.conditioner.encode_prompts([""]),
+            y,
+        )
+        return self.transform.action.restore(actions.float().cpu())[0]
+
+    def warm_up(self) -> None:
+        """Answer one made-up request, so that the first real one is not the slow one."""
+        self.infer(self.example())
+
+    def example(self) -> dict[str, Any]:
+        """A well-formed request of black pictures."""
+        picture = np.zeros((self.views.height, self.views.width, 3), dtype=np.uint8)
+        return {key: picture for key in self.views.request_keys} | {
+            "observation/state": np.zeros(self.transform.state.dim, dtype=np.float32),
+            "prompt": "do nothing",
+        }
+
+    def _view(self, observation: dict[str, Any], key: str) -> Tensor:
+        """One view as ``uint8 [1, 1, C, h, w]`` in the model's size."""
+        picture = np.asarray(observation.get(key))
+        if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3 or 0 in picture.shape:
+            raise PolicyError(f"{key}: uint8 [H, W, 3] is needed, found {picture.dtype} {list(picture.shape)}")
+        frames = torch.from_numpy(np.ascontiguousarray(picture)).permute(2, 0, 1)[None]
+        return self.transform.resize(frames)[None]
+
+    def _state(self, observation: dict[str, Any]) -> Tensor:
+        """The state as float32 ``[1, 1, D]``."""
+        state = np.asarray(observation.get("observation/state"))
+        wanted = (self.transform.state.dim,)
+        if state.dtype.kind not in "fiu" or state.shape != wanted or not np.isfinite(state).all():
+            found = f"{state.dtype} {list(state.shape)}"
+            raise PolicyError(f"observation/state: {list(wanted)} finite numbers are needed, found {found}")
+        return torch.from_numpy(state.astype(np.float32))[None, None]
+
+
+def read_weights(export: Path, expected: set[str]) -> dict[str, Tensor]:
+    """All tensors of an export's safetensors shards.
+
+    Raises:
+        UserError: if a shard is missing, or names differ from the model's.
+    """
+    index = export / "model.safetensors.index.json"
+    shards = sorted(set(_read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    weights: dict[str, Tensor] = {}
+    for shard in shards:
+        path = export / Path(shard).name
+        if not path.is_file():
+            raise UserError(f"{path}: no such file: convert the checkpoint again with dcp-convert")
+        with safe_open(path, framework="pt") as tensors:
+            weights.update({name: tensors.get_tensor(name) for name in tensors.keys()})  # noqa: SIM118
+    missing, extra = sorted(expected - weights.keys()), sorted(weights.keys() - expected)
+    if missing or extra:
+        raise UserError(
+            f"{export}: weights do not fit the model: {len(missing)} missing {missing[:3]}, "
+            f"{len(extra)} unexpected {extra[:3]}"
+        )
+    return weights
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file: is this an export of dcp-convert?") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error})") from None
