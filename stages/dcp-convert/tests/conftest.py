@@ -100,6 +100,12 @@ def add_iteration() -> Callable[[Saved, int], Path]:
 
 
 @pytest.fixture
+def recommit() -> Callable[[Path, int], None]:
+    """Vouch for the files of a checkpoint as they are now."""
+    return commit
+
+
+@pytest.fixture
 def tool() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run the console script; never raises."""
 

@@ -251,6 +251,22 @@ def test_missing_ema_is_named(sharded, tool, tmp_path):
     fails(convert(tool, sharded.iteration, tmp_path, "--weights", "ema"), "ema", "missing", "--weights ema")
 
 
+def test_average_that_lacks_buffers_is_refused(sharded, tool, tmp_path, recommit):
+    """As left by a trainer that averages parameters and nothing else."""
+    averaged = {name: value for name, value in sharded.ema.items() if name not in ("count", "mask")}
+    shutil.rmtree(sharded.iteration / "ema")
+    dcp.save(averaged, checkpoint_id=sharded.iteration / "ema", no_dist=True)
+    recommit(sharded.iteration, 100)
+    fails(
+        convert(tool, sharded.iteration, tmp_path),
+        "ema",
+        "lacks 2 of the 36",
+        "count, mask",
+        "--weights model",
+    )
+    assert tool("to-safetensors", sharded.iteration, tmp_path / "out", "--weights", "model").returncode == 0
+
+
 def test_wrong_sources_are_named(tool, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file.txt").write_text("x")

@@ -6,7 +6,7 @@ cast, summed and appended to the output file. Memory grows neither with the mode
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -75,6 +75,7 @@ def to_safetensors(
     _verify(source, [f"{source.weights}/{METADATA}"])
     index = read_index(source.dcp)
     tensors, left_out = model_tensors(index)
+    _check_complete(source, tensors.keys())
     data_files = sorted({chunk.file for tensor in tensors.values() for chunk in tensor.chunks})
     _check_lengths(index, data_files)
     if left_out:
@@ -120,6 +121,21 @@ def _verify(source: Source, names: list[str], shown: bool = False) -> None:
     total = sum(source.commit.files[name].bytes for name in names)
     with progress("verify", total) if shown else nullcontext(lambda _: None) as advance:
         check_sums(source.iteration, source.commit, names, advance)
+
+
+def _check_complete(source: Source, names: Collection[str]) -> None:
+    """Averaged weights must cover the model: an average kept of parameters alone lacks its buffers."""
+    if source.weights != "ema" or source.iteration is None or not (source.iteration / "model").is_dir():
+        return
+    _verify(source, [f"model/{METADATA}"])
+    model, _ = model_tensors(read_index(source.iteration / "model"))
+    missing = [name for name in model if name not in names]
+    if missing:
+        some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise UserError(
+            f"{source.dcp}: lacks {len(missing)} of the {len(model)} tensors of {source.iteration / 'model'} "
+            f"({some}), an export of it would be incomplete; choose --weights model"
+        )
 
 
 def _check_lengths(index: DcpIndex, data_files: list[str]) -> None:
