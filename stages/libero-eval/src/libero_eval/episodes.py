@@ -127,7 +127,7 @@ def observation(views: Views, simulator: Steppable, blank_cameras: bool, session
 
 
 def _hold(rollout: Rollout, simulator: Steppable, last: np.ndarray, run: RunSection) -> bool:
-    """Whether the task is still done after standing still (actions are displacements: zeros keep the pose)."""
+    """Whether the task stays done while standing still (actions are displacements: zeros keep the pose)."""
     still = np.zeros_like(last)
     still[-1] = last[-1]
     done = True

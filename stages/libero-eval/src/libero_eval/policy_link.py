@@ -12,34 +12,33 @@ _LONGEST_PAUSE_S = 4.0
 
 
 class PolicyLink:
-    """Asks a policy for chunks of actions and keeps the times that it took."""
+    """Asks a policy for chunks of actions and keeps the times that it took; a connection for each episode."""
 
     def __init__(self, uri: str, request_timeout_s: float, reconnect_s: float) -> None:
         self._client = PolicyClient(uri, request_timeout_s)
         self._reconnect_s = reconnect_s
-        self._is_connected = False
         self._is_given_up = False
         self.latency_ms: list[float] = []
         self.server_ms: list[float] = []
 
     def begin_episode(self) -> dict[str, Any]:
-        """Forget the last episode's times; connect if there is no connection; give the server's metadata.
+        """Connect anew, forget the last episode's times, give the server's metadata.
 
-        A server that is away is tried again after 0.25, 0.5, 1, 2, 4, 4... s until `reconnect_s` is over.
-        After that each episode tries once: an outage costs a run its patience once, not once an episode.
+        A connection that idled, or that an error was met on, is not trusted with another episode. A server that
+        is away is tried again after 0.25, 0.5, 1, 2, 4, 4... s until `reconnect_s` is over. After that each
+        episode tries once: an outage costs a run its patience once, not once an episode.
 
         Raises:
             PolicyUnavailable, PolicyTimeout, PolicyError: as `PolicyClient.connect`.
         """
         self.latency_ms, self.server_ms = [], []
-        if self._is_connected:
-            return self._client.metadata
         give_up = time.monotonic() + (0 if self._is_given_up else self._reconnect_s)
         pause_s = 0.25
         while True:
             try:
-                self._client.connect()
-                break
+                metadata = self._client.connect()
+                self._is_given_up = False
+                return metadata
             except PolicyUnavailable:
                 left_s = give_up - time.monotonic()
                 self._is_given_up = left_s <= 0
@@ -47,23 +46,16 @@ class PolicyLink:
                     raise
                 time.sleep(min(pause_s, left_s))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        self._is_connected, self._is_given_up = True, False
-        return self._client.metadata
 
     def ask(self, observation: dict[str, Any], at_least: int) -> np.ndarray:
         """A chunk of actions, float32 [chunk, 7] with chunk >= `at_least`.
 
         Raises:
-            PolicyUnavailable, PolicyTimeout: as `PolicyClient.infer`; the next episode connects again.
+            PolicyUnavailable, PolicyTimeout: as `PolicyClient.infer`.
             PolicyError: where the server says so, or its reply is no such chunk.
         """
         asked = time.perf_counter()
-        try:
-            reply = self._client.infer(observation)
-        except PolicyError:
-            # Whatever went wrong, no late reply may be taken for the answer to a later request.
-            self.close()
-            raise
+        reply = self._client.infer(observation)
         self.latency_ms.append(1e3 * (time.perf_counter() - asked))
         timing = reply.get("server_timing")
         if isinstance(timing, dict) and isinstance(timing.get("infer_ms"), int | float):
@@ -71,9 +63,8 @@ class PolicyLink:
         return _check(reply.get("actions"), at_least)
 
     def close(self) -> None:
-        """Drop the connection; the next episode makes a new one."""
+        """Drop the connection."""
         self._client.close()
-        self._is_connected = False
 
 
 def _check(actions: Any, at_least: int) -> np.ndarray:
