@@ -1,26 +1,30 @@
-"""An exponential moving average of a model's parameters."""
+"""The moving average of a model's weights."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flywheel_shared.fsdp import local
 
 
 class Average:
-    """The average of the parameters, sharded as they are, float32.
+    """Exponential moving average of the trained parameters, in float32, sharded as they are.
 
-    The decay of update ``k`` is ``min(decay, (1 + k) / (10 + k))``, so that the average follows the first steps
-    (TensorFlow's ExponentialMovingAverage).
+    The decay grows as (1 + n) / (10 + n) over n updates up to `decay`, so that the random start is forgotten.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.values = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._averages = {name: p.detach().clone().float() for name, p in self._trained.items()}
+        self._others = {name: x for name, x in model.state_dict().items() if name not in self._trained}
 
     @torch.no_grad()
-    def update(self, model: nn.Module, step: int) -> None:
-        """Take in the parameters after optimiser step ``step`` (1, 2, ...)."""
-        weight = 1 - min(self.decay, (1 + step) / (10 + step))
-        mine = [local(value) for value in self.values.values()]
-        theirs = [local(p.detach()) for p in model.parameters()]
-        torch._foreach_lerp_(mine, theirs, weight)
+    def update(self, updates: int) -> None:
+        """Take in the parameters; `updates` were made before."""
+        decay = min(self.decay, (1 + updates) / (10 + updates))
+        averages = [local(x) for x in self._averages.values()]
+        torch._foreach_lerp_(averages, [local(p.detach()).float() for p in self._trained.values()], 1 - decay)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """A state dict of the model, with averages for the trained parameters, sharing memory with both."""
+        return {**self._others, **self._averages}

@@ -1,345 +1,411 @@
-"""Checkpoints of a run: sharded, asynchronous, whole or absent.
+"""Checkpoints that are whole or not there: sharded DCP folders, saved while training goes on.
 
-    <run>/latest_checkpoint.txt          "iter_000000100"
-    <run>/iter_000000100/model/          DCP, parameter names as they are, float32
-                        /ema/            DCP, the same names (where an average is kept)
-                        /optim/          DCP, optimiser state by parameter name
-                        /trainer/        trainer.json and rng_<rank>.pt
-                        /assets/         files that exports need: config.json, stats.json, ...
-                        /commit.json     every other file's size and SHA-256; written last
-
-A save goes to ``iter_*.tmp`` and becomes whole by one rename. Its collectives run on the checkpoint group.
+A save copies this rank's shards (the only time training waits), then a thread writes and checksums them,
+and rank 0 commits when every rank is done. All talk between ranks is on the checkpoint group. Layout of a
+checkpoint: model/ ema/ optim/ (DCP), trainer/ (trainer.json, rank_*.pt), assets/, commit.json.
 """
 
-import hashlib
+import io
 import json
-import os
+import random
 import shutil
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
-from flywheel_shared.errors import UserError
-from flywheel_shared.average import Average
+from flywheel_shared.checkpoint_folder import (
+    CheckpointFolder,
+    FileSum,
+    NotWhole,
+    check_sums,
+    read_commit,
+    sum_of,
+    write_durably,
+)
+from flywheel_shared.errors import UserError, one_line
 from flywheel_shared.fsdp import local
 from flywheel_shared.launch import World
 
-LATEST = "latest_checkpoint.txt"
-COMMIT = "commit.json"
-SPARE = 1.05  # free space demanded over the bytes of the tensors
+# PyTorch's own writer warns of itself.
+warnings.filterwarnings("ignore", message="TypedStorage is deprecated", module="torch.distributed.checkpoint")
+
+# Names, shapes and file headers take room beside the tensors.
+_FREE_MARGIN = 1.02
+_FREE_MARGIN_BYTES = 1 << 20
+_NAMES_SHOWN = 3
 
 
-@dataclass
-class State:
-    """What a checkpoint holds besides files: the objects it is taken from and restored into."""
+class SaveFailed(Exception):
+    """A save that left no checkpoint; what was there before is untouched."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    average: Average | None
+
+@dataclass(frozen=True)
+class Loaded:
+    """What came back: `trainer_state` as given to `save`; `rank_state` only with as many ranks as then."""
+
+    step: int
+    folder: Path
+    trainer_state: dict[str, Any]
+    rank_state: dict[str, Any] | None
 
 
 class CheckpointManager:
-    """Saves and finds the checkpoints of one run folder; every rank holds one and calls it alike."""
+    """Saves and loads the checkpoints of one run. Every method is called by all ranks alike."""
 
     def __init__(
         self,
         folder: Path,
         world: World,
+        *,
         keep_last: int = 2,
-        assets: Path | None = None,
-        say: Callable[[str], None] = print,
+        keep_every: int = 0,
+        verify_sums: bool = True,
+        say: Callable[[str], None] | None = None,
     ) -> None:
-        """Open a run folder.
+        """Claim `folder`, and remove what interrupted saves left in it.
 
-        Args:
-            folder: the run's folder; made where missing. What an earlier save left half-written is removed.
-            world: this rank.
-            keep_last: whole checkpoints to keep.
-            assets: folder whose files go into every checkpoint.
-            say: prints a line for people (rank 0).
+        `say` gets lines for the user (by default rank 0 prints them on stderr). Raises `UserError` when
+        another process trains into the folder.
         """
-        self.folder = folder
-        self.world = world
-        self.keep_last = max(1, keep_last)
-        self.assets = assets
-        self.say = say
-        self.last_save_s = 0.0
-        self.last_stall_s = 0.0
+        self.folder = CheckpointFolder(folder)
+        self.last_save_s: float | None = None  # of the last save that was committed, from call to commit
+        self.last_stall_s = 0.0  # how long the last call of `save` held up training
+        self.last_error: str | None = None  # why the last save failed
+        self._world = world
+        self._group = world.checkpoint_group
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._verify_sums = verify_sums
+        self.say = say or self._print
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
-        if world.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            for stale in folder.glob("iter_*.tmp"):
-                shutil.rmtree(stale)
-        self._barrier()
+        self._on_rank_0(self.folder.claim)
 
-    # Saving
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        trainer_state: dict[str, Any],
+        *,
+        rank_state: dict[str, Any] | None = None,
+        ema: dict[str, Tensor] | None = None,
+        assets: Path | None = None,
+        blocking: bool = False,
+    ) -> bool:
+        """Save `iter_<step>`; returns False when a blocking save failed (the reason was said).
 
-    def save(self, step: int, state: State, trainer: Mapping[str, Any], blocking: bool = False) -> None:
-        """Save after ``step``. Tensors are copied before this returns; writing goes on in the background.
-
-        A save still under way is waited for first. A save that fails is reported by ``say`` and training goes on:
-        the checkpoint before it stays as it is.
-
-        Args:
-            step: optimiser steps done.
-            state: what is saved.
-            trainer: JSON-able position of everything else.
-            blocking: return when the checkpoint is whole.
+        `trainer_state` must be made of JSON values (rank 0's is kept); `rank_state` is each rank's own: plain
+        values and tensors. `assets` is a folder whose files are copied. A save that is still being written
+        is waited for. A failed save is reported by a line, keeps the checkpoints there are, and never
+        raises: training goes on.
         """
+        began = time.monotonic()
         self.wait()
-        started = time.monotonic()
-        tensors = _tensors(state)
-        shards = {part: _copied(tree) for part, tree in tensors.items()}
-        rng = _rng_state()
-        self.last_stall_s = time.monotonic() - started
-
-        def write() -> None:
-            try:
-                self._write(step, shards, dict(trainer), rng)
-                self.last_save_s = time.monotonic() - started
-            except BaseException as error:
-                self._failure = error
-
-        self._thread = threading.Thread(target=write, name=f"checkpoint-{step}")
+        states: dict[str, dict[str, Any]] = {"model": model.state_dict()}
+        if ema is not None:
+            states["ema"] = ema
+        states["optim"] = optimizer_state(model, optimizer)
+        staged = {name: _copy_to_cpu(state) for name, state in states.items()}
+        content = _Content(
+            staged,
+            json.dumps({**trainer_state, "step": step, "world_size": self._world.world_size}, indent=1),
+            _to_bytes({"rng": rng_state(), "state": rank_state}),
+            assets,
+        )
+        self.last_error = None
+        self._thread = threading.Thread(
+            target=self._write, args=(step, content, began), name=f"checkpoint {step}", daemon=True
+        )
         self._thread.start()
         if blocking:
             self.wait()
+        self.last_stall_s = time.monotonic() - began
+        return self.last_error is None
 
-    def wait(self) -> bool:
-        """Wait for a save under way on all ranks; False (and a line) where it failed."""
-        if self._thread is None:
-            return True
-        self._thread.join()
-        self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is None:
-            return True
-        self.say(f"checkpoint NOT saved ({type(failure).__name__}: {failure}); training goes on without it")
-        return False
+    def wait(self) -> None:
+        """Return when no save is under way."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
-    def _write(self, step: int, shards: dict[str, Any], trainer: dict[str, Any], rng: dict[str, Tensor]) -> None:
-        """Write, agree that all ranks have written, sum, rename. Runs in the background on every rank."""
-        name = f"iter_{step:09d}"
-        target, scratch = self.folder / name, self.folder / f"{name}.tmp"
-        group = self.world.checkpoint_group
-        problem = self._agree(lambda: self._prepare(scratch, shards))
-        if problem is None:
-            # DCP raises alike on all ranks where one of them fails.
-            for part, tree in shards.items():
-                dcp.save(tree, checkpoint_id=str(scratch / part), process_group=group)
-            problem = self._agree(lambda: _save_rng(scratch / "trainer", self.world.rank, rng))
-        if problem is None:
-            problem = self._agree(lambda: self._commit(scratch, target, step, trainer), first_only=True)
-        if problem is not None:
-            if self.world.rank == 0:
-                shutil.rmtree(scratch, ignore_errors=True)
-            raise OSError(problem)
+    def row(self) -> dict[str, float]:
+        """ckpt/save_s of the save that was committed since the last call, and ckpt/stall_s; else nothing."""
+        if self.last_save_s is None:
+            return {}
+        row = {"ckpt/save_s": self.last_save_s, "ckpt/stall_s": self.last_stall_s}
+        self.last_save_s = None
+        return row
 
-    def _prepare(self, scratch: Path, shards: dict[str, Any]) -> None:
-        """Rank 0 makes the folder; every rank counts its bytes, and rank 0 compares their sum with free space."""
-        mine = torch.tensor([_bytes(shards)], dtype=torch.int64)
-        dist.all_reduce(mine, group=self.world.checkpoint_group)
-        if self.world.rank != 0:
-            return
-        needed, free = int(mine.item() * SPARE), shutil.disk_usage(self.folder).free
-        if needed > free:
-            raise OSError(f"{self.folder}: {needed / 2**30:.2f} GiB needed, {free / 2**30:.2f} GiB free")
-        shutil.rmtree(scratch, ignore_errors=True)
-        for part in (*shards, "trainer"):
-            (scratch / part).mkdir(parents=True)
-        if self.assets is not None:
-            shutil.copytree(self.assets, scratch / "assets")
+    def close(self) -> None:
+        """Wait for the save under way and give the folder up."""
+        self.wait()
+        self.folder.release()
 
-    def _commit(self, scratch: Path, target: Path, step: int, trainer: dict[str, Any]) -> None:
-        """Rank 0: sum every file, write the marker, rename, point ``latest`` at it, drop what is too old."""
-        document = trainer | {"step": step, "world_size": self.world.world_size}
-        (scratch / "trainer" / "trainer.json").write_text(json.dumps(document))
-        files = sorted(p for p in scratch.rglob("*") if p.is_file())
-        listed = {
-            str(p.relative_to(scratch)): {"bytes": p.stat().st_size, "sha256": _sum(p, sync=True)} for p in files
-        }
-        marker = scratch / COMMIT
-        marker.write_text(json.dumps({"format": 1, "step": step, "files": listed}))
-        for path in (marker, *{p.parent for p in files}, scratch):
-            _fsync(path)
-        if target.exists():
-            shutil.rmtree(target)
-        scratch.rename(target)
-        _fsync(self.folder)
-        write_atomically(self.folder / LATEST, f"{target.name}\n")
-        for old in whole_checkpoints(self.folder)[: -self.keep_last]:
-            shutil.rmtree(old)
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        ema: dict[str, Tensor] | None = None,
+    ) -> Loaded | None:
+        """Load the newest whole checkpoint in place; None where there is none at all.
 
-    def _agree(self, action: Callable[[], None], first_only: bool = False) -> str | None:
-        """Run an action (on rank 0 alone if asked), then learn on all ranks whether any failed, and why."""
-        problem: str | None = None
-        if not first_only or (self.world.rank == 0):
+        One that is not whole is passed over with a warning naming the file. Any mesh may load what any other
+        saved; random states come back when there are as many ranks as then. Raises `UserError` when the
+        model is another one, or when there are checkpoints but none is whole.
+        """
+        steps = self._on_rank_0(lambda: [step for step, _ in self.folder.iterations()])
+        for step in steps:
+            folder = self.folder.iteration(step)
             try:
-                action()
-            except Exception as error:
-                problem = f"rank {self.world.rank}: {error}"
-        found: list[str | None] = [None] * self.world.world_size
-        dist.all_gather_object(found, problem, group=self.world.checkpoint_group)
-        return next((p for p in found if p is not None), None)
+                self._verify(folder)
+                return self._load(folder, step, model, optimizer, ema)
+            except (NotWhole, dcp.CheckpointException) as error:
+                self.say(f"checkpoint passed over: {one_line(str(error))}")
+        if steps:
+            raise UserError(
+                f"{self.folder.path}: none of its {len(steps)} checkpoints is whole; mend them or move them "
+                "away to start anew"
+            )
+        return None
 
-    def _barrier(self) -> None:
-        dist.barrier(group=self.world.checkpoint_group)
+    # Saving, in its own thread
+
+    def _write(self, step: int, content: "_Content", began: float) -> None:
+        try:
+            self._on_rank_0(lambda: self._prepare(step))
+            self._check_space(content)
+            unfinished = self.folder.unfinished(step)
+            for name, state in content.states.items():
+                writer = dcp.FileSystemWriter(unfinished / name, sync_files=True)
+                dcp.save(state, storage_writer=writer, process_group=self._group)
+            files = self._everywhere(lambda: self._write_own(unfinished, content))
+            merged = {name: entry for one in files for name, entry in one.items()}
+            self._on_rank_0(lambda: self._commit(step, merged))
+            self.last_save_s = time.monotonic() - began
+        except Exception as error:
+            self.last_error = one_line(f"{type(error).__name__}: {error}")
+            kept = "the checkpoints there are stay"
+            self.say(f"checkpoint of step {step} FAILED ({self.last_error}); training goes on, {kept}")
+            if self._world.rank == 0:
+                shutil.rmtree(self.folder.unfinished(step), ignore_errors=True)
+
+    def _prepare(self, step: int) -> None:
+        unfinished = self.folder.unfinished(step)
+        if unfinished.exists():
+            shutil.rmtree(unfinished)
+        (unfinished / "trainer").mkdir(parents=True)
+
+    def _check_space(self, content: "_Content") -> None:
+        here = sum(_bytes_to_write(state) for state in content.states.values())
+        needed = int(sum(self._everywhere(lambda: here)) * _FREE_MARGIN) + _FREE_MARGIN_BYTES
+        free = self._on_rank_0(lambda: shutil.disk_usage(self.folder.path).free)
+        if free < needed:
+            raise SaveFailed(f"{self.folder.path}: needs {_gib(needed)}, {_gib(free)} free")
+
+    def _write_own(self, unfinished: Path, content: "_Content") -> dict[str, FileSum]:
+        """Write this rank's small files; sizes and sums of all files that it wrote."""
+        rank = self._world.rank
+        (unfinished / "trainer" / rank_file(rank)).write_bytes(content.rank_state)
+        paths = [unfinished / "trainer" / rank_file(rank)]
+        paths += sorted(unfinished.glob(f"*/__{rank}_*.distcp"))
+        if rank == 0:
+            write_durably(unfinished / "trainer" / "trainer.json", content.trainer_state + "\n")
+            if content.assets is not None:
+                shutil.copytree(content.assets, unfinished / "assets")
+            paths += [*unfinished.glob("*/.metadata"), unfinished / "trainer" / "trainer.json"]
+            paths += [path for path in (unfinished / "assets").rglob("*") if path.is_file()]
+        return {str(path.relative_to(unfinished)): sum_of(path, sync=True) for path in paths}
+
+    def _commit(self, step: int, files: dict[str, FileSum]) -> None:
+        self.folder.commit(step, files)
+        self.folder.retain(self._keep_last, self._keep_every, newest=step)
 
     # Loading
 
-    def latest(self) -> Path | None:
-        """The newest whole checkpoint, or None; a warning says why a newer one was passed over. Rank 0 decides."""
-        found: list[str | None] = [None]
-        if self.world.rank == 0:
-            for path in reversed(sorted(self.folder.glob("iter_*"))):
-                problem = damage(path)
-                if problem is None:
-                    found = [path.name]
-                    break
-                self.say(f"warning: {path.name} is not whole ({problem}); trying the one before it")
-        dist.broadcast_object_list(found, src=0, group=self.world.checkpoint_group)
-        return None if found[0] is None else self.folder / found[0]
+    def _verify(self, folder: Path) -> None:
+        """Compare sizes, then checksums, each rank some of the files."""
+        files = self._on_rank_0(lambda: read_commit(folder))
+        if self._verify_sums:
+            mine = sorted(files)[self._world.rank :: self._world.world_size]
+            self._everywhere(lambda: check_sums(folder, {name: files[name] for name in mine}))
 
-    def load(self, path: Path, state: State) -> dict[str, Any]:
-        """Restore tensors (any mesh to any mesh) and, at the same world size, this rank's RNG.
+    def _load(
+        self,
+        folder: Path,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        ema: dict[str, Tensor] | None,
+    ) -> Loaded:
+        self._load_state(folder / "model", model.state_dict())
+        if ema is not None:
+            # A run that turns the average on starts it from the weights.
+            averaged = self._on_rank_0((folder / "ema").is_dir)
+            self._load_state(folder / ("ema" if averaged else "model"), ema)
+        if optimizer is not None:
+            # Groups are left out: learning rate and weight decay are the recipe's, not the checkpoint's.
+            self._load_state(folder / "optim", {"state": optimizer_state(model, optimizer)["state"]})
+        trainer_state = self._on_rank_0(lambda: json.loads((folder / "trainer" / "trainer.json").read_text()))
+        own = None
+        if trainer_state["world_size"] == self._world.world_size:
+            path = folder / "trainer" / rank_file(self._world.rank)
+            own = self._everywhere(lambda: torch.load(path, weights_only=True))[self._world.rank]
+            set_rng_state(own["rng"])
+        return Loaded(step, folder, trainer_state, None if own is None else own["state"])
 
-        Returns:
-            What ``trainer`` was at ``save``, with ``step`` and ``world_size``.
+    def _load_state(self, folder: Path, state: dict[str, Any]) -> None:
+        """Fill the tensors of `state` in place, whatever mesh they lie on."""
+        reader = dcp.FileSystemReader(folder)
+        self._on_rank_0(lambda: _check_names(folder, reader, state))
+        dcp.load(state, storage_reader=reader, process_group=self._group)
 
-        Raises:
-            UserError: if the checkpoint holds no average and one is kept, or belongs to another model.
-        """
-        if state.average is not None and not (path / "ema").is_dir():
-            raise UserError(f"{path}: holds no average (ema/): set trainer.ema_decay = 0 or start a new run")
-        for part, tree in _tensors(state).items():
+    # Agreement: what fails on one rank fails on all, instead of leaving the others waiting
+
+    def _everywhere[T](self, work: Callable[[], T]) -> list[T]:
+        """Do `work` on every rank; the results of all, or the first rank's error raised on all."""
+        mine: tuple[T | None, Exception | None]
+        try:
+            mine = (work(), None)
+        except Exception as error:
+            mine = (None, error)
+        all_of_them: list[Any] = [None] * self._world.world_size
+        dist.all_gather_object(all_of_them, mine, group=self._group)
+        for _, failure in all_of_them:
+            if failure is not None:
+                raise failure
+        return [result for result, _ in all_of_them]
+
+    def _on_rank_0[T](self, work: Callable[[], T]) -> T:
+        """Do `work` on rank 0; its result, or its error, on all."""
+        outcome: list[Any] = [None, None]
+        if self._world.rank == 0:
             try:
-                dcp.load(tree, checkpoint_id=str(path / part), process_group=self.world.checkpoint_group)
-            except dcp.api.CheckpointException as error:
-                first = next(iter(error.failures.values()))
-                reason = first[0] if isinstance(first, tuple) else first
-                raise UserError(f"{path / part}: does not fit this model: {reason}") from error
-            if part == "optim":
-                set_optimizer_state_dict(state.model, state.optimizer, optim_state_dict=tree)
-        trainer = json.loads((path / "trainer" / "trainer.json").read_text())
-        if trainer["world_size"] == self.world.world_size:
-            _restore_rng(path / "trainer", self.world.rank)
-        return trainer
+                outcome[0] = work()
+            except Exception as error:
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if outcome[1] is not None:
+            raise outcome[1]
+        result: T = outcome[0]
+        return result
+
+    def _print(self, line: str) -> None:
+        if self._world.rank == 0:
+            print(line, file=sys.stderr, flush=True)
 
 
-def whole_checkpoints(folder: Path) -> list[Path]:
-    """Committed checkpoints of a run, oldest first (sizes are not compared)."""
-    return sorted(p for p in folder.glob("iter_*") if p.suffix != ".tmp" and (p / COMMIT).is_file())
+@dataclass(frozen=True)
+class _Content:
+    """Everything of a save, no longer shared with training."""
+
+    states: dict[str, dict[str, Any]]
+    trainer_state: str
+    rank_state: bytes
+    assets: Path | None
 
 
-def damage(path: Path, sums: bool = True) -> str | None:
-    """Why a checkpoint is not whole, or None: its marker, then size and (``sums``) SHA-256 of every file."""
-    if path.suffix == ".tmp":
-        return "its save did not finish"
-    try:
-        files = json.loads((path / COMMIT).read_text())["files"]
-    except FileNotFoundError:
-        return f"no {COMMIT}"
-    except (ValueError, KeyError) as error:
-        return f"{COMMIT} is unreadable: {error}"
-    for name, expected in files.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name}: missing"
-        if (size := file.stat().st_size) != expected["bytes"]:
-            return f"{name}: {expected['bytes']} bytes expected, {size} found"
-        if sums and (found := _sum(file)) != expected["sha256"]:
-            return f"{name}: SHA-256 {expected['sha256'][:12]}... expected, {found[:12]}... found"
-    return None
+def rank_file(rank: int) -> str:
+    """Name of a rank's file in trainer/: its random states and its own state."""
+    return f"rank_{rank:05d}.pt"
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a small file in one step."""
-    beside = path.with_name(f".{path.name}.tmp")
-    with beside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """State by parameter name, as `get_optimizer_state_dict` gives it, sharing memory with the optimizer."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [
+        {**group, "params": [names[parameter] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    state = {names[parameter]: dict(values) for parameter, values in optimizer.state.items()}
+    return {"state": state, "param_groups": groups}
 
 
-def _tensors(state: State) -> dict[str, Any]:
-    """The trees that are saved, each to a folder of its own."""
-    trees: dict[str, Any] = {
-        "model": dict(state.model.named_parameters()) | dict(_saved_buffers(state.model)),
-        "optim": get_optimizer_state_dict(state.model, state.optimizer),
+def _copy_to_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copy_to_cpu(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_copy_to_cpu(inner) for inner in value]
+    return value
+
+
+def _bytes_to_write(value: Any) -> int:
+    """Of this rank: replicas write nothing."""
+    if isinstance(value, dict):
+        return sum(map(_bytes_to_write, value.values()))
+    if isinstance(value, DTensor):
+        coordinate = value.device_mesh.get_coordinate() or []
+        replica = any(p.is_replicate() and c for p, c in zip(value.placements, coordinate, strict=True))
+        return 0 if replica else local(value).nbytes
+    return value.nbytes if isinstance(value, Tensor) and dist.get_rank() == 0 else 0
+
+
+def _check_names(folder: Path, reader: dcp.FileSystemReader, state: dict[str, Any]) -> None:
+    """Compare names and shapes, so that another model is told from a damaged file."""
+    saved = {
+        name: tuple(entry.size)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
     }
-    if state.average is not None:
-        trees["ema"] = dict(state.average.values)
-    return trees
+    wanted = dict(_shapes(state))
+    for what, names in (("lacks", wanted.keys() - saved.keys()), ("has also", saved.keys() - wanted.keys())):
+        if names:
+            shown = ", ".join(sorted(names)[:_NAMES_SHOWN])
+            raise UserError(f"{folder}: another model's: it {what} {shown} ({len(names)} in all)")
+    for name, shape in wanted.items():
+        if saved[name] != shape:
+            raise UserError(f"{folder}: {name} is {list(saved[name])}, the model's is {list(shape)}")
 
 
-def _saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    saved = model.state_dict().keys()
-    return [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+def _shapes(state: dict[str, Any], prefix: str = "") -> list[tuple[str, tuple[int, ...]]]:
+    found = []
+    for name, value in state.items():
+        if isinstance(value, dict):
+            found += _shapes(value, f"{prefix}{name}.")
+        elif isinstance(value, Tensor):
+            found.append((prefix + name, tuple(value.shape)))
+    return found
 
 
-def _copied(tree: Any) -> Any:
-    """The same tree with tensors copied to host memory, so that training may go on changing its own."""
-    if isinstance(tree, Tensor):
-        return tree.detach().to("cpu", copy=True)
-    if isinstance(tree, Mapping):
-        return {key: _copied(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_copied(value) for value in tree)
-    return tree
+def rng_state() -> dict[str, Any]:
+    """The states of Python's, NumPy's and PyTorch's random generators, as tensors and plain values."""
+    name, keys, position, has_gauss, gauss = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
 
 
-def _bytes(tree: Any) -> int:
-    """Bytes of the tensors on this rank."""
-    if isinstance(tree, Tensor):
-        return local(tree).nbytes
-    if isinstance(tree, Mapping):
-        return sum(_bytes(value) for value in tree.values())
-    if isinstance(tree, list | tuple):
-        return sum(_bytes(value) for value in tree)
-    return 0
-
-
-def _rng_state() -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _save_rng(folder: Path, rank: int, state: dict[str, Tensor]) -> None:
-    torch.save(state, folder / f"rng_{rank}.pt")
-
-
-def _restore_rng(folder: Path, rank: int) -> None:
-    state = torch.load(folder / f"rng_{rank}.pt", weights_only=True)
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Go on with the random numbers that follow `rng_state`."""
+    random.setstate(state["python"])
+    name, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _sum(path: Path, sync: bool = False) -> str:
-    """SHA-256 of a file, read once; ``sync`` also makes it durable."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if sync:
-            os.fsync(file.fileno())
-    return digest
+def _to_bytes(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.3f} GiB"

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flywheel_shared.mesh import Mesh
@@ -69,16 +70,15 @@ def shard_model(
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=placement,
         )
+    model.register_forward_hook(_own_memory)  # before FSDP's own hook
     # The root's parameters are needed again at once, by the backward pass of its last layers.
-    root = fully_shard(
+    return fully_shard(
         model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False, shard_placement_fn=placement
     )
-    model.register_forward_hook(_own_memory)
-    return root
 
 
 def _placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
-    """Split a parameter with a leading dim of 1 along another that divides: else one rank would hold it whole."""
+    """Split a parameter whose leading dim is 1 along another that divides: else one rank holds it whole."""
     if parameter.ndim < 2 or parameter.shape[0] != 1:
         return None
     return next((Shard(d) for d, size in enumerate(parameter.shape) if size > 1 and size % ranks == 0), None)
@@ -99,7 +99,7 @@ def _checkpoint_activations(block: nn.Module, kind: ActivationCheckpointing) -> 
 
 def _own_memory(_: nn.Module, inputs: Any, output: Any) -> Any:
     """Copy outputs of the root that are views: FSDP's backward hook sits on them, and views lose it."""
-    return torch.utils._pytree.tree_map_only(Tensor, lambda x: x.clone() if x._is_view() else x, output)
+    return pytree.tree_map_only(Tensor, lambda x: x.clone() if x._is_view() else x, output)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ def clip_grad_norm(
     does not clip. The collective is the one host synchronisation.
     """
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
-    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else []
+    norms = list(torch._foreach_norm(gradients, 2, dtype=torch.float32)) if gradients else []
     device = mesh.device_mesh.device_type
     square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
     # Shards of one replica make up the norm; every replica holds the same ones.

@@ -1,7 +1,7 @@
 """Who am I among the ranks, and the process groups they talk over.
 
 with distributed() as world:
-    dims = ParallelDims().build(world)
+    mesh = ParallelDims().build(world)
     ...
 
 Start several local ranks with `launch_local` (in launcher.py).
@@ -13,6 +13,7 @@ import datetime
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -102,7 +103,8 @@ def distributed(device: str = "auto", timeout_s: float = 600.0) -> Iterator[Worl
     try:
         ranks = discover(os.environ)
         target = _device(device, ranks.local_rank)
-        world = _join(ranks, target, datetime.timedelta(seconds=timeout_s))
+        with quiet_gloo():
+            world = _join(ranks, target, datetime.timedelta(seconds=timeout_s))
         yield world
     except BaseException as error:
         _note_failure(rank, error)
@@ -143,6 +145,20 @@ def _join(ranks: Ranks, device: torch.device, timeout: datetime.timedelta) -> Wo
     if not isinstance(checkpoints, dist.ProcessGroup):
         raise RuntimeError("this process is in no group for checkpoints")
     return World(ranks.rank, ranks.world_size, ranks.local_rank, device, checkpoints)
+
+
+@contextlib.contextmanager
+def quiet_gloo() -> Iterator[None]:
+    """Drop what gloo prints on stdout whenever a group is made (it has no switch for that)."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _die_with_the_launcher() -> None:

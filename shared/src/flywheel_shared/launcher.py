@@ -4,6 +4,7 @@ if must_launch(nproc):
     raise typer.Exit(launch_local(nproc, "dreamzero_sft.cli", sys.argv[1:]))
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -195,7 +196,8 @@ class _StopForwarding:
     def __init__(self, agent: Any) -> None:
         self.received = False
         self._agent = agent
-        self._before = {number: signal.signal(number, self._pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+        stops = (signal.SIGTERM, signal.SIGINT)
+        self._before = {number: signal.signal(number, self._pass_on) for number in stops}
 
     def restore(self) -> None:
         for number, handler in self._before.items():
@@ -207,10 +209,8 @@ class _StopForwarding:
         self.received = True
         for worker in self._agent.get_worker_group().workers:
             if isinstance(worker.id, int):
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.id, signal.SIGTERM)
-                except ProcessLookupError:
-                    pass
 
 
 class _Forwarder(threading.Thread):
@@ -265,29 +265,24 @@ def stderr_of(folder: Path, local_rank: int) -> Path | None:
 def _report_failure(folder: Path, exit_codes: dict[int, int], forwarder: _Forwarder) -> int:
     """Show the last words of the rank that failed first; returns its exit code."""
     notes = {int(path.stem): json.loads(path.read_text()) for path in folder.glob("*.json")}
-    local = dict(enumerate(sorted(exit_codes)))  # local ranks follow the order of the global ones
 
     def order(rank: int) -> tuple[int, float]:
         # A rank that was killed left no note; a user's mistake ends with 2 on whichever rank met it.
-        kinds = {2: 1}
         code = exit_codes[rank]
         killed = code < 0 and code != -signal.SIGTERM
-        return (0 if killed else kinds.get(code, 2), notes.get(rank, {}).get("time", float("inf")))
+        kind = 0 if killed else 1 if code == 2 else 2
+        return (kind, notes.get(rank, {}).get("time", float("inf")))
 
     first = min(exit_codes, key=order)
     code = exit_codes[first]
-    words = ""
-    for local_rank in local:
-        path = stderr_of(folder, local_rank)
-        if path is not None and local_rank == first:
-            words = path.read_text(errors="replace")
-    lines = words.splitlines()
+    path = stderr_of(folder, first)
+    lines = path.read_text(errors="replace").splitlines() if path is not None else []
     if code == 2:
-        lines = lines[-1:]
-    if first == 0 and code != 2:
+        print(*lines[-1:], file=sys.stderr, flush=True)
+    elif first == 0:
         forwarder.flush()
     else:
-        print("\n".join(lines[-_SHOWN_LINES:]), file=sys.stderr, flush=True)
+        print(*lines[-_SHOWN_LINES:], sep="\n", file=sys.stderr, flush=True)
     if code < 0:
         name = signal.Signals(-code).name
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""

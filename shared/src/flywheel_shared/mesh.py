@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flywheel_shared.errors import UserError
-from flywheel_shared.launch import World
+from flywheel_shared.launch import World, quiet_gloo
 
 AXES = ("replicate", "shard", "context")
 
@@ -40,24 +40,22 @@ class ParallelDims:
                 f"make {world.world_size} ranks"
             )
         degrees = (self.replicate, shard, self.context)
-        return Mesh(init_device_mesh(world.device.type, degrees, mesh_dim_names=AXES), world.world_size)
+        with quiet_gloo():
+            return Mesh(init_device_mesh(world.device.type, degrees, mesh_dim_names=AXES))
 
 
 class Mesh:
     """The ranks of a run as a grid with the axes replicate, shard and context."""
 
-    def __init__(self, device_mesh: DeviceMesh, world_size: int) -> None:
+    def __init__(self, device_mesh: DeviceMesh) -> None:
         self.device_mesh = device_mesh
-        self.world_size = world_size
         self.replicate, self.shard, self.context = device_mesh.shape
-        # Made once: every slice makes process groups, on all ranks in the same order.
-        split = ("shard", "context") if self.context > 1 else ("shard",)
-        over = device_mesh[split]._flatten("fsdp") if self.context > 1 else device_mesh["shard"]
-        self._fsdp = over
-        if self.replicate > 1:
-            self._fsdp = (
-                device_mesh["replicate", "shard"] if self.context == 1 else device_mesh["replicate", "fsdp"]
-            )
+        split = "shard"
+        if self.context > 1:
+            # Made here once: flattening makes a process group, on all ranks in the same order.
+            device_mesh["shard", "context"]._flatten("shard_context")
+            split = "shard_context"
+        self._fsdp = device_mesh["replicate", split] if self.replicate > 1 else device_mesh[split]
 
     @property
     def fsdp(self) -> DeviceMesh:
