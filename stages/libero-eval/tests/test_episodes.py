@@ -69,7 +69,6 @@ def run_one(policy, **settings):
     with serve_in_background(policy) as uri:
         link = PolicyLink(uri, run.request_timeout_s, run.reconnect_s)
         episode, frames = run_episode(arm, link, JOB, run, "session")
-        link.close()
     return episode, frames, arm
 
 
@@ -131,7 +130,6 @@ def test_a_success_that_does_not_last_is_one_once_but_not_at_the_end():
     with serve_in_background(Served(chunk())) as uri:
         link = PolicyLink(uri, 5, 0)
         episode, _ = run_episode(arm, link, JOB, run, "session")
-        link.close()
     assert (episode.outcome, episode.success_once, episode.success_at_end) == ("success", True, False)
 
 
@@ -168,7 +166,6 @@ def test_a_slow_server_costs_the_episode_and_not_the_next_one():
         policy.delay_s = 0.0
         time.sleep(1.0)  # the server finishes what nobody waits for any more
         fast, _ = run_episode(arm, link, JOB, run, "fast")
-        link.close()
     assert (slow.outcome, slow.success_once) == ("policy_timeout", False)
     assert "0.3 s" in slow.detail
     assert fast.outcome == "success"

@@ -61,9 +61,9 @@ def test_the_contact_sheet_frames_rows_by_outcome(tmp_path):
         (Episode(jobs[2], "policy_unavailable"), []),
     ]
     write_contact_sheet(tmp_path / "sheet.png", rows)
-    sheet = np.asarray(Image.open(tmp_path / "sheet.png")).astype(int)
+    sheet = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB")).astype(int)
     height = sheet.shape[0] // 3
     red, green = sheet[:, -1, 0], sheet[:, -1, 1]
     assert (green[:height] > red[:height] + 50).all()
     assert (red[height : 2 * height] > green[height : 2 * height] + 50).all()
-    assert (red[2 * height :] == green[2 * height :]).all()
+    assert (abs(red[2 * height :] - green[2 * height :]) < 8).all()

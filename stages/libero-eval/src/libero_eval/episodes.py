@@ -74,6 +74,8 @@ def run_episode(
         outcome, detail = "policy_error", str(error)
     except EpisodeTimeout:
         outcome, detail = "episode_timeout", f"not over after {run.episode_timeout_s:g} s"
+    finally:
+        link.close()
     episode = Episode(
         job,
         outcome,

@@ -24,8 +24,8 @@ class PolicyLink:
     def begin_episode(self) -> dict[str, Any]:
         """Connect anew, forget the last episode's times, give the server's metadata.
 
-        A connection that idled, or that an error was met on, is not trusted with another episode. A server that
-        is away is tried again after 0.25, 0.5, 1, 2, 4, 4... s until `reconnect_s` is over. After that each
+        A connection that idled, or that met an error, is not trusted with another episode. A server that is
+        away is tried again after 0.25, 0.5, 1, 2, 4, 4... s until `reconnect_s` is over. After that each
         episode tries once: an outage costs a run its patience once, not once an episode.
 
         Raises:

@@ -13,6 +13,7 @@ from libero_eval.results import Episode
 VIEW_PX = 256  # height of a view in a video
 _THUMBNAIL_PX = 72
 _THUMBNAILS = 8
+_GAP_PX = 4
 _BORDER_PX = 3
 _LABEL_PX = 150
 _COLOURS = {"success": (34, 160, 74), "failure": (208, 50, 47)}
@@ -54,7 +55,7 @@ def thumbnails(frames: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarr
 
 def write_contact_sheet(path: Path, rows: Sequence[tuple[Episode, list[np.ndarray]]]) -> None:
     """A row an episode: what it was, its thumbnails, a border green for success and red for failure."""
-    cell = (2 * _THUMBNAIL_PX, _THUMBNAIL_PX)
+    cell = (2 * _THUMBNAIL_PX + _GAP_PX, _THUMBNAIL_PX)
     row_px = cell[1] + 2 * _BORDER_PX
     sheet = Image.new(
         "RGB", (_LABEL_PX + _THUMBNAILS * cell[0] + 2 * _BORDER_PX, row_px * len(rows)), "white"
@@ -76,4 +77,4 @@ def write_contact_sheet(path: Path, rows: Sequence[tuple[Episode, list[np.ndarra
         for column, picture in enumerate(pictures):
             left = _LABEL_PX + _BORDER_PX + column * cell[0]
             sheet.paste(Image.fromarray(picture), (left, top + _BORDER_PX))
-    sheet.save(path, optimize=True)
+    sheet.quantize(256).save(path, optimize=True)  # a third of the bytes of full colour
