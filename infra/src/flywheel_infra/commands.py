@@ -16,6 +16,7 @@ from flywheel_infra.profile import Step
 SERVER_READY_WITHIN_S = 240.0
 POLL_S = 0.25
 TAIL_LINES = 15
+HEADER = "--- "  # before an attempt's own output
 
 
 class StepFailed(Exception):
@@ -41,7 +42,7 @@ class Command:
         environment["PYTHONUNBUFFERED"] = "1"  # the last line of the log is the progress shown
         log.parent.mkdir(exist_ok=True)
         with log.open("a") as output:
-            output.write(f"--- {ledger.now()} $ {' '.join(argv)}\n")
+            output.write(f"{HEADER}{ledger.now()} $ {' '.join(argv)}\n")
             output.flush()
             guard = [sys.executable, "-m", "flywheel_infra.guard", str(os.getpid())]
             self.process = subprocess.Popen(
@@ -110,8 +111,11 @@ def _answers(url: str) -> bool:
 
 
 def tail(log: Path, lines: int) -> str:
-    """The last lines of a log that have content; progress bars' carriage returns split lines too."""
+    """The last lines of the newest attempt; progress bars' carriage returns split lines too."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 16384))
         text = file.read().decode(errors="replace")
-    return "\n".join([line for line in text.replace("\r", "\n").splitlines() if line.strip()][-lines:])
+    said: list[str] = []
+    for line in text.replace("\r", "\n").splitlines():
+        said = [] if line.startswith(HEADER) else [*said, line] if line.strip() else said
+    return "\n".join(said[-lines:])

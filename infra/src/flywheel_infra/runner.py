@@ -114,6 +114,7 @@ class _Run:
                 log=f"logs/{number}-{step.name}.log",
                 started_at=ledger.now(),
             )
+            (self.root / record.log).unlink(missing_ok=True)
         self.book.steps[step.name] = record
         self.book.save(self.root)
         return record
