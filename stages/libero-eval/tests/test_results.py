@@ -1,10 +1,21 @@
 """Rates, intervals and counts of outcomes."""
 
 import json
+import math
 
+import numpy as np
 import pytest
 
-from libero_eval.results import Episode, Job, per_task, percentiles, summarise, wilson_95, write_rows
+from libero_eval.results import (
+    Episode,
+    Job,
+    per_task,
+    percentiles,
+    plain_json,
+    summarise,
+    wilson_95,
+    write_rows,
+)
 
 
 def episode(index, outcome, task_id=0, steps=50, latency_ms=(10.0, 20.0), at_end=True):
@@ -74,3 +85,15 @@ def test_rows_are_json_lines(tmp_path):
     assert [row["outcome"] for row in rows] == ["success", "policy_timeout"]
     assert rows[0]["init_state"] == 36
     assert rows[0]["policy_latency_ms"] == {"p50": 15.0, "p95": 19.5}
+
+
+def test_anything_a_server_says_of_itself_can_be_written():
+    said = {
+        b"k": np.float32(0.5),
+        "shape": (2, np.arange(2)),
+        "nan": float("nan"),
+        "ok": [True, None, "x", 1.5],
+    }
+    plain = plain_json(said)
+    assert plain == {"b'k'": 0.5, "shape": [2, [0, 1]], "nan": "nan", "ok": [True, None, "x", 1.5]}
+    json.dumps(plain, allow_nan=False)

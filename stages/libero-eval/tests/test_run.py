@@ -139,7 +139,7 @@ def evaluated(tmp_path_factory, demonstrations):
             raise RuntimeError("no weights for this one")
 
     output, lines = tmp_path_factory.mktemp("run") / "eval", []
-    with serve_in_background(Replay(demonstrations, on_query, notes=np.arange(2))) as uri:
+    with serve_in_background(Replay(demonstrations, on_query, notes=[0, 1])) as uri:
         results = evaluate(recipe(init_states="36-38", videos=1), uri, output, say=lines.append)
     assert json.loads((output / "results.json").read_text()) == json.loads(json.dumps(results))
     return output, results, lines

@@ -15,7 +15,7 @@ import numpy as np
 from flywheel_shared.errors import UserError
 from flywheel_shared.policy_protocol import PolicyError
 from libero_eval.policy_link import ACTION_DIM, PolicyLink
-from libero_eval.results import EVALUATED, Episode, Job, per_task, summarise, write_rows
+from libero_eval.results import EVALUATED, Episode, Job, per_task, plain_json, summarise, write_rows
 from libero_eval.settings import Recipe, parse_indices
 from libero_eval.videos import write_contact_sheet
 from libero_eval.workers import Assignment, Report, run_jobs
@@ -148,15 +148,8 @@ def _conditions(recipe: Recipe, uri: str, metadata: dict[str, Any], reports: lis
         "workers": run.workers,
         "rendering": {"profile": simulator.rendering, "size": simulator.size, "frames": run.render},
         "versions": next((report.versions for report in reports if report.versions), {}),
-        "server": {"uri": uri, "metadata": _plain(metadata)},
+        "server": {"uri": uri, "metadata": plain_json(metadata)},
     }
-
-
-def _plain(value: Any) -> Any:
-    """What a server says of itself, as JSON whatever it is."""
-    return json.loads(
-        json.dumps(value, default=lambda odd: odd.tolist() if hasattr(odd, "tolist") else repr(odd))
-    )
 
 
 def _line(episode: Episode, number: int, of: int) -> str:

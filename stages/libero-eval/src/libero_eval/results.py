@@ -143,6 +143,19 @@ def write_rows(path: Path, episodes: Sequence[Episode]) -> None:
     path.write_text("".join(json.dumps(episode.row()) + "\n" for episode in episodes))
 
 
+def plain_json(value: Any) -> Any:
+    """What a foreign server says of itself, as JSON whatever it is."""
+    if isinstance(value, dict):
+        return {str(key): plain_json(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(inner) for inner in value]
+    if isinstance(value, np.ndarray | np.generic):
+        return plain_json(value.tolist())
+    if value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return repr(value)
+
+
 def _rate(successes: int, trials: int) -> dict[str, Any]:
     return {
         "successes": successes,
