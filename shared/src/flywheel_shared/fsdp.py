@@ -129,7 +129,7 @@ def clip_grad_norm(
     norm = total**0.5
     finite = all(map(_is_finite, totals.tolist()))
     if finite and 0 < max_norm < norm:
-        torch._foreach_mul_(gradients, max_norm / norm)
+        torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))  # as torch.nn.utils does
     return norm, others
 
 
