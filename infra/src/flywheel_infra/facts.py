@@ -33,7 +33,9 @@ class Facts:
     def _describe(self, path: Path) -> list[str]:
         if (path / "meta" / "info.json").is_file():
             info = run_folder.read_json(path / "meta" / "info.json")
-            return [f"{info['total_episodes']} demonstrations, {info['total_frames']:,} frames"]
+            made = f"{info['total_episodes']} demonstrations, {info['total_frames']:,} frames"
+            failed = [said["failed"] for said in run_folder.recordings(self.root)]
+            return [made, *(f"{count} attempts failed and were left out" for count in failed)]
         if (path / "metrics.jsonl").is_file():
             training = next(run for run in run_folder.trainings(self.root) if run.name == path.name)
             saves = len([child for child in path.glob("iter_*") if child.is_dir()])
@@ -55,7 +57,7 @@ def corpus_facts(path: Path) -> Pairs:
     info = run_folder.read_json(path / "meta" / "info.json")
     features: dict[str, Any] = info["features"]
     pictures = [name for name, feature in features.items() if feature["dtype"] in ("video", "image")]
-    return [
+    pairs = [
         ("Episodes", f"{info['total_episodes']:,}"),
         ("Frames", f"{info['total_frames']:,} at {info['fps']} a second"),
         ("Tasks", str(info["total_tasks"])),
@@ -68,6 +70,11 @@ def corpus_facts(path: Path) -> Pairs:
             " and ".join(_shape(features[name]["shape"]) for name in ("observation.state", "action")),
         ),
     ]
+    recording = path / "meta" / "recording.json"
+    if recording.is_file():
+        said = run_folder.read_json(recording)
+        pairs.insert(1, ("Attempts", f"{said['attempts']}: {said['kept']} kept, {said['failed']} failed"))
+    return pairs
 
 
 def training_facts(root: Path, training: Training, ledger: Ledger) -> Pairs:
@@ -98,12 +105,20 @@ def training_facts(root: Path, training: Training, ledger: Ledger) -> Pairs:
 
 
 def evaluation_facts(evaluation: Evaluation) -> Pairs:
-    """Simulator versions and how it renders."""
-    results = evaluation.results
-    return [
-        *((name, str(version)) for name, version in results["versions"].items()),
-        *((f"Rendering: {name}", _plain(value)) for name, value in results["rendering"].items()),
+    """What a success rate depends on: simulator, rendering, pace, and how fast the policy answered."""
+    results, overall = evaluation.results, evaluation.results["overall"]
+    pairs = [
+        ("Suite", str(results["suite"])),
+        ("Control", f"{results['rate_hz']} Hz, {results['execute']} actions a query"),
+        ("Longest episode", f"{results['max_steps']} steps"),
     ]
+    if overall["mean_steps_to_success"] is not None:
+        pairs.append(("Steps to success", f"{overall['mean_steps_to_success']:.0f} (mean)"))
+    if latency := overall["policy_latency_ms"]:
+        pairs.append(("Policy latency", f"{latency['p50']:.0f} ms median, {latency['p95']:.0f} ms p95"))
+    pairs += [(name, str(version)) for name, version in results["versions"].items()]
+    pairs += [(f"Rendering: {name}", _plain(value)) for name, value in results["rendering"].items()]
+    return pairs
 
 
 def machine_facts(ledger: Ledger) -> Pairs:

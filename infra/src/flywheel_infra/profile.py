@@ -26,6 +26,7 @@ class Step(Section):
     stage: str
     argv: list[str] = Field(min_length=1)
     recipe: str | None = None  # relative to the repository; its content belongs to the step's digest
+    recipe_tables: tuple[str, ...] = ()  # those that the command reads, where it does not read all
     needs: tuple[str, ...] = ()  # earlier steps whose outputs this one reads
     outputs: tuple[str, ...] = ()  # relative to the root; all exist once the step is done
     kind: Literal["run", "serve"] = "run"
@@ -53,14 +54,15 @@ class Step(Section):
         return words
 
     def read_recipe(self) -> dict[str, Any] | None:
-        """The recipe's content; UserError where it is absent or no TOML."""
+        """What the command reads of its recipe; UserError where the file is absent or no TOML."""
         if self.recipe is None:
             return None
         path = ROOT / self.recipe
         try:
-            return tomllib.loads(path.read_text())
+            tables = tomllib.loads(path.read_text())
         except (OSError, ValueError) as error:
             raise UserError(f"step {self.name}: recipe {path} cannot be read: {error}") from None
+        return {name: table for name, table in tables.items() if name in (self.recipe_tables or tables)}
 
 
 class Profile(Section):

@@ -66,7 +66,7 @@ def context(root: Path, ledger: Ledger) -> dict[str, Any]:
         "headline": _headline(evaluations),
         "evaluations": shown,
         "difference": _difference(evaluations),
-        "meaning": _meaning(evaluations),
+        "meaning": _meaning(root, evaluations),
         "trainings": [_training(training) for training in trainings],
         "steps": _steps(root, ledger, total_s),
         "total": f"All steps took {duration(total_s)}; set-up before them {duration(ledger.setup_s)}.",
@@ -94,11 +94,11 @@ def _headline(evaluations: list[Evaluation]) -> str:
     return f"The policy succeeds in {rate.successes} of {rate.trials} initial states"
 
 
-def _meaning(evaluations: list[Evaluation]) -> str:
+def _meaning(root: Path, evaluations: list[Evaluation]) -> str:
     if not evaluations:
         return "No policy was evaluated."
     rate = evaluations[0].success_once
-    unseen = evaluations[0].results.get("states_in_corpus") == 0
+    unseen = run_folder.is_unseen(root, evaluations[0])
     states = "initial states that no demonstration used" if unseen else "initial states"
     return (
         "Success is success_once: the simulator called the task done at any step of the episode, "
@@ -123,14 +123,16 @@ def _evaluation(evaluation: Evaluation, budget: float) -> dict[str, Any]:
             continue
         used += path.stat().st_size
         label = f"initial state {row['init_state']}, {row['steps']} steps"
-        videos.append({"uri": data_uri(path), "success": row["success_once"], "label": label})
+        mark = row["outcome"].replace("_", " ").capitalize()
+        videos.append({"uri": data_uri(path), "mark": mark, "good": row["success_once"], "label": label})
     sheet = evaluation.folder / "contact_sheet.png"
-    instructions = list(dict.fromkeys(row["instruction"] for row in evaluation.episodes))
+    instructions = list(dict.fromkeys(task["instruction"] for task in evaluation.results["tasks"]))
     return {
         "is_blank": evaluation.is_blank,
         "title": evaluation.title,
         "success_once": evaluation.success_once,
         "caption": "“" + "”, “".join(instructions) + "”, closed loop, as the policy's camera sees it.",
+        "not_evaluated": evaluation.results["overall"]["not_evaluated"],
         "videos": videos,
         "sheet": data_uri(sheet) if sheet.is_file() else None,
     }

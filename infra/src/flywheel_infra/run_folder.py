@@ -132,6 +132,19 @@ def trainings(root: Path) -> list[Training]:
     return found
 
 
+def recordings(root: Path) -> list[dict[str, Any]]:
+    """What `libero-eval record` says of each corpus that it made: attempts, kept, failed, episodes."""
+    return [read_json(path) for path in sorted(root.glob("corpus/*/meta/recording.json"))]
+
+
+def is_unseen(root: Path, evaluation: Evaluation) -> bool:
+    """Whether it is known that no demonstration began in any of the evaluation's initial states."""
+    found = recordings(root)
+    shown = {(row["task_id"], row["init_state"]) for one in found for row in one["episodes"]}
+    tried = {(row["task_id"], row["init_state"]) for row in evaluation.episodes}
+    return bool(found) and not shown & tried
+
+
 def parameters(export: Path) -> int:
     """Number of values in an export's safetensors files, from their headers alone."""
     total = 0
