@@ -1,7 +1,6 @@
 """Rates, intervals and counts of outcomes."""
 
 import json
-import math
 
 import numpy as np
 import pytest

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from libero_eval.results import Episode, Job
 from libero_eval.settings import Recipe
 
 STATES = [36, 37]
+COMMAND = str(Path(sys.executable).with_name("libero-eval"))
 
 
 def recipe(**run):
@@ -222,3 +225,40 @@ def test_a_worker_that_is_killed_costs_one_episode(tmp_path, demonstrations):
     rows = [json.loads(line) for line in (tmp_path / "eval" / "episodes.jsonl").read_text().splitlines()]
     assert "code -9" in rows[0]["detail"]
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.simulator
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_ended_leaves_no_result_and_no_worker(tmp_path, number):
+    asked = threading.Event()
+
+    def on_query(_):
+        asked.set()
+        time.sleep(3600)
+
+    with serve_in_background(Replay([], on_query)) as uri:
+        command = [
+            str(Path(sys.executable).with_name("libero-eval")),
+            "run",
+            "--server",
+            uri,
+            "--workers",
+            "1",
+        ]
+        run = subprocess.Popen([*command, "--output", str(tmp_path / "eval")], start_new_session=True)
+        assert asked.wait(120)
+        run.send_signal(number)
+        assert run.wait(20) == (128 + number if number == signal.SIGTERM else -number)
+    deadline = time.monotonic() + 20
+    while _processes_of_session(run.pid):
+        assert time.monotonic() < deadline, "a worker outlives the run"
+        time.sleep(0.1)
+    assert not (tmp_path / "eval").exists()
+    if number == signal.SIGTERM:
+        assert list(tmp_path.iterdir()) == []
+
+
+def _processes_of_session(session):
+    listed = subprocess.run(["ps", "-o", "pid=,stat=", "-s", str(session)], capture_output=True, text=True)
+    return [line for line in listed.stdout.splitlines() if "Z" not in line]

@@ -6,7 +6,9 @@ episode, not the evaluation.
 
 import dataclasses
 import multiprocessing
+import os
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -130,6 +132,7 @@ def _lost(worker: _Worker, outcome: Any, detail: str) -> Report:
 def _work(connection: Connection, assignment: Assignment) -> None:
     """Run the jobs that come through the pipe until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which stops its workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     from libero_eval.simulator import Simulator
 
     run, asked = assignment.run, assignment.simulator
@@ -164,6 +167,14 @@ def _work(connection: Connection, assignment: Assignment) -> None:
             simulator = None
             detail = one_line(f"{type(error).__name__}: {error}")
             connection.send(Report(Episode(job, "simulator_error", detail), [], {}))
+
+
+def _end_with_parent() -> None:
+    """A killed parent stops nobody: end by ourselves, or files would appear in a later run's folder."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _film(frames: list[Views], job: Job, assignment: Assignment) -> str:
