@@ -87,17 +87,8 @@ def test_videos_are_kept_of_successes_and_failures_alike(tmp_path):
 def test_without_a_server_the_run_fails_with_the_cause(tmp_path):
     with serve_in_background(Replay([])) as uri:
         pass
-    command = [
-        str(Path(sys.executable).with_name("libero-eval")),
-        "run",
-        "--server",
-        uri,
-        "--reconnect-s",
-        "0.5",
-    ]
-    ended = subprocess.run(
-        [*command, "--output", str(tmp_path / "eval")], capture_output=True, text=True, timeout=60
-    )
+    command = [COMMAND, "run", "--server", uri, "--reconnect-s", "0.5", "--output", str(tmp_path / "eval")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert len(ended.stderr.splitlines()) == 1
     assert "nothing could be evaluated" in ended.stderr
@@ -238,15 +229,8 @@ def test_a_run_that_is_ended_leaves_no_result_and_no_worker(tmp_path, number):
         time.sleep(3600)
 
     with serve_in_background(Replay([], on_query)) as uri:
-        command = [
-            str(Path(sys.executable).with_name("libero-eval")),
-            "run",
-            "--server",
-            uri,
-            "--workers",
-            "1",
-        ]
-        run = subprocess.Popen([*command, "--output", str(tmp_path / "eval")], start_new_session=True)
+        command = [COMMAND, "run", "--server", uri, "--workers", "1", "--output", str(tmp_path / "eval")]
+        run = subprocess.Popen(command, start_new_session=True)
         assert asked.wait(120)
         run.send_signal(number)
         assert run.wait(20) == (128 + number if number == signal.SIGTERM else -number)
