@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 from ranks import run_ranks
-from toy import LENGTH, VOCABULARY, Toy, loss_of, make_toy
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
+from toy import LENGTH, VOCABULARY, Toy, loss_of, make_toy
 
 from flywheel_shared.fsdp import clip_grad_norm, shard_model
 from flywheel_shared.launch import World, distributed
@@ -59,7 +59,7 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.AdamW:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, object]:
-    """One process, no FSDP, PyTorch's own clipping: loss, norm, gradients, clipped gradients, stepped weights."""
+    """One process, no FSDP, PyTorch's own clipping: loss, norm, gradients, clipped ones, stepped weights."""
     model = make_toy()
     loss = loss_of(model, global_batch())["loss"]
     loss.backward()

@@ -172,7 +172,7 @@ class CheckpointManager:
                 self._verify(folder)
                 return self._load(folder, step, model, optimizer, ema)
             except (NotWhole, dcp.CheckpointException) as error:
-                self.say(f"checkpoint passed over: {one_line(str(error))}")
+                self.say(f"checkpoint {folder.name} passed over: {_reason(error)}")
         if steps:
             raise UserError(
                 f"{self.folder.path}: none of its {len(steps)} checkpoints is whole; mend them or move them "
@@ -194,8 +194,8 @@ class CheckpointManager:
             merged = {name: entry for one in files for name, entry in one.items()}
             self._on_rank_0(lambda: self._commit(step, merged))
             self.last_save_s = time.monotonic() - began
-        except Exception as error:
-            self.last_error = one_line(f"{type(error).__name__}: {error}")
+        except (Exception, dcp.CheckpointException) as error:
+            self.last_error = _reason(error)
             kept = "the checkpoints there are stay"
             self.say(f"checkpoint of step {step} FAILED ({self.last_error}); training goes on, {kept}")
             if self._world.rank == 0:
@@ -304,6 +304,16 @@ class CheckpointManager:
     def _print(self, line: str) -> None:
         if self._world.rank == 0:
             print(line, file=sys.stderr, flush=True)
+
+
+def _reason(error: BaseException) -> str:
+    """One line; of DCP's failure, which holds every rank's traceback, the first rank's error."""
+    if isinstance(error, dcp.CheckpointException):
+        rank, (cause, _) = next(iter(sorted(error.failures.items())))
+        return one_line(f"rank {rank}: {type(cause).__name__}: {cause}")
+    if isinstance(error, NotWhole | SaveFailed):
+        return one_line(str(error))
+    return one_line(f"{type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True)
