@@ -164,8 +164,8 @@ def make_corpus(folder):
     }
     info = {"total_episodes": 36, "total_frames": 5210, "total_tasks": 1, "fps": 20, "features": features}
     write(folder / "meta" / "info.json", info)
-    episodes = [{"episode_index": i, "task_id": 0, "init_state": i, "seed": i} for i in range(36)]
-    recording = {"format": 1, "attempts": 43, "kept": 36, "failed": 7, "episodes": episodes}
+    record = {"tasks": "0", "init_states": "0-20,21-35"}
+    recording = {"record": record, "attempts": 43, "kept": 36, "failed": [{}] * 7}
     write(folder / "meta" / "recording.json", recording)
 
 

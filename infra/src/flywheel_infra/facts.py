@@ -34,8 +34,8 @@ class Facts:
         if (path / "meta" / "info.json").is_file():
             info = run_folder.read_json(path / "meta" / "info.json")
             made = f"{info['total_episodes']} demonstrations, {info['total_frames']:,} frames"
-            failed = [said["failed"] for said in run_folder.recordings(self.root)]
-            return [made, *(f"{count} attempts failed and were left out" for count in failed)]
+            said = run_folder.recording(path)
+            return [made, f"{said.failed} failed attempts left out"] if said else [made]
         if (path / "metrics.jsonl").is_file():
             training = next(run for run in run_folder.trainings(self.root) if run.name == path.name)
             saves = len([child for child in path.glob("iter_*") if child.is_dir()])
@@ -70,10 +70,8 @@ def corpus_facts(path: Path) -> Pairs:
             " and ".join(_shape(features[name]["shape"]) for name in ("observation.state", "action")),
         ),
     ]
-    recording = path / "meta" / "recording.json"
-    if recording.is_file():
-        said = run_folder.read_json(recording)
-        pairs.insert(1, ("Attempts", f"{said['attempts']}: {said['kept']} kept, {said['failed']} failed"))
+    if said := run_folder.recording(path):
+        pairs.insert(1, ("Attempts", f"{said.attempts}: {said.kept} kept, {said.failed} failed"))
     return pairs
 
 

@@ -132,17 +132,41 @@ def trainings(root: Path) -> list[Training]:
     return found
 
 
-def recordings(root: Path) -> list[dict[str, Any]]:
-    """What `libero-eval record` says of each corpus that it made: attempts, kept, failed, episodes."""
-    return [read_json(path) for path in sorted(root.glob("corpus/*/meta/recording.json"))]
+@dataclass(frozen=True)
+class Recording:
+    """What `libero-eval record` says of a corpus in its meta/recording.json."""
+
+    attempts: int
+    kept: int
+    states: set[tuple[int, int]]  # (task id, initial state) that attempts began in
+
+    @property
+    def failed(self) -> int:
+        """Attempts that the simulator did not call successful, left out of the corpus."""
+        return self.attempts - self.kept
+
+
+def recording(corpus: Path) -> Recording | None:
+    """How the corpus was recorded, None where `libero-eval record` did not make it."""
+    path = corpus / "meta" / "recording.json"
+    if not path.is_file():
+        return None
+    said = read_json(path)
+    tasks, states = (_numbers(said["record"][key]) for key in ("tasks", "init_states"))
+    return Recording(said["attempts"], said["kept"], {(task, state) for task in tasks for state in states})
 
 
 def is_unseen(root: Path, evaluation: Evaluation) -> bool:
     """Whether it is known that no demonstration began in any of the evaluation's initial states."""
-    found = recordings(root)
-    shown = {(row["task_id"], row["init_state"]) for one in found for row in one["episodes"]}
+    found = [recording(path) for path in root.glob("corpus/*")]
     tried = {(row["task_id"], row["init_state"]) for row in evaluation.episodes}
-    return bool(found) and not shown & tried
+    return bool(found) and all(one is not None and not one.states & tried for one in found)
+
+
+def _numbers(text: str) -> list[int]:
+    """Those that "0,3-5" names."""
+    ranges = [part.partition("-") for part in text.split(",")]
+    return [number for low, _, high in ranges for number in range(int(low), int(high or low) + 1)]
 
 
 def parameters(export: Path) -> int:
