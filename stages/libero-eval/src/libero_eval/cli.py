@@ -3,6 +3,7 @@
 import typer
 
 from flywheel_shared.errors import run_app
+from libero_eval.record_cli import record
 from libero_eval.run_cli import run
 
 app = typer.Typer(
@@ -10,12 +11,10 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
+app.command()(record)
 app.command()(run)
 
 
-@app.callback()
-def _verbs() -> None:
-    """A verb is asked for even while there is only one."""
 
 
 def main() -> None:

@@ -48,6 +48,19 @@ class SimulatorSection(Section):
     rendering: Rendering = "fast"
 
 
+class RecordSection(Section):
+    """Demonstrations of the scripted expert."""
+
+    tasks: Indices = "0"
+    init_states: Indices = "0-35"
+    episodes: int = Field(default=36, ge=1)  # attempts a task; initial states are gone through in turn
+    spread_m: float = Field(default=0.0, ge=0, le=0.2)  # largest displacement of the object along x and y
+    seed: int = Field(default=0, ge=0)
+    noise: float = Field(default=0.25, ge=0, le=1)  # of the executed action; the recorded one is clean
+    max_steps: int = Field(default=90, ge=1)
+    workers: int = Field(default=2, ge=1)
+
+
 class RunSection(Section):
     """One closed-loop evaluation."""
 
@@ -71,7 +84,7 @@ class Recipe(Section):
     """recipes/*.toml."""
 
     simulator: SimulatorSection = SimulatorSection()
-    record: dict[str, Any] = Field(default_factory=dict)
+    record: RecordSection = RecordSection()
     run: RunSection = RunSection()
 
 

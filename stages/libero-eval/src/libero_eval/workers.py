@@ -133,6 +133,7 @@ def _work(connection: Connection, assignment: Assignment) -> None:
     """Run the jobs that come through the pipe until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which stops its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.setdefault("LP_NUM_THREADS", "1")  # rendering by software: a thread a worker
     from libero_eval.simulator import Simulator
 
     run, asked = assignment.run, assignment.simulator
