@@ -17,7 +17,7 @@ import pytest
 
 from flywheel_shared.errors import UserError
 from flywheel_shared.policy_server import serve_in_background
-from libero_eval.evaluate import check_metadata, evaluate, keep_videos, make_jobs
+from libero_eval.evaluate import NothingEvaluated, check_metadata, evaluate, keep_videos, make_jobs
 from libero_eval.results import Episode, Job
 from libero_eval.settings import Recipe
 
@@ -94,6 +94,20 @@ def test_without_a_server_the_run_fails_with_the_cause(tmp_path):
     assert "nothing could be evaluated" in ended.stderr
     assert uri in ended.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.simulator
+def test_a_simulator_that_never_starts_ends_the_run_early(tmp_path, monkeypatch):
+    monkeypatch.setenv("MUJOCO_GL", "crayons")
+    lines = []
+    with (
+        serve_in_background(Replay([])) as uri,
+        pytest.raises(NothingEvaluated, match=r"none of 3 episodes: simulator_error: .*crayons"),
+    ):
+        evaluate(recipe(init_states="0-49"), uri, tmp_path / "eval", say=lines.append)
+    assert len(lines) == 3
+    assert list(tmp_path.iterdir()) == []
+    assert multiprocessing.active_children() == []
 
 
 def test_an_output_that_exists_is_refused_before_anything_runs(tmp_path):

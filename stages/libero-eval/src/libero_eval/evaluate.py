@@ -20,6 +20,10 @@ from libero_eval.settings import Recipe, parse_indices
 from libero_eval.videos import write_contact_sheet
 from libero_eval.workers import Assignment, Report, run_jobs
 
+_HOPELESS = (
+    3  # episodes lost to the simulator before any other outcome: a broken set-up, the rest is not tried
+)
+
 
 class NothingEvaluated(Exception):
     """Not one episode could judge the policy; the message is the cause."""
@@ -51,10 +55,13 @@ def evaluate(
         for report in run_jobs(jobs, assignment):
             reports.append(report)
             say(_line(report.episode, len(reports), len(jobs)))
+            lost = sum(one.episode.outcome == "simulator_error" for one in reports)
+            if lost == len(reports) == _HOPELESS:
+                break
         reports.sort(key=lambda report: report.episode.job.index)
         if not any(report.episode.outcome in EVALUATED for report in reports):
             first = reports[0].episode
-            raise NothingEvaluated(f"none of {len(jobs)} episodes: {first.outcome}: {first.detail}")
+            raise NothingEvaluated(f"none of {len(reports)} episodes: {first.outcome}: {first.detail}")
         episodes = keep_videos([report.episode for report in reports], recipe.run.videos, partial)
         write_rows(partial / "episodes.jsonl", episodes)
         pictures = [report.pictures for report in reports]
