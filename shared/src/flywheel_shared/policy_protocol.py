@@ -216,7 +216,7 @@ class PolicyClient:
                 compression=None,  # images do not shrink; deflating them costs milliseconds
                 ping_interval=None,  # timeout_s bounds every wait
                 proxy=None,  # a policy is a neighbour, never behind the proxy of the environment
-            )
+            ).__enter__()  # websockets 17 wants a `with`; ours ends in close()
         except InvalidURI:
             raise UserError(f"policy server {self.uri!r}: expected ws://host:port") from None
         except TimeoutError:
