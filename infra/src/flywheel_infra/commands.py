@@ -40,6 +40,7 @@ class Command:
         }
         environment["PATH"] = f"{programs}{os.pathsep}{environment.get('PATH', '')}"
         environment["PYTHONUNBUFFERED"] = "1"  # the last line of the log is the progress shown
+        environment.setdefault("PYTHONWARNINGS", "ignore")  # of libraries, about themselves
         log.parent.mkdir(exist_ok=True)
         with log.open("a") as output:
             output.write(f"{HEADER}{ledger.now()} $ {' '.join(argv)}\n")
@@ -111,11 +112,18 @@ def _answers(url: str) -> bool:
 
 
 def tail(log: Path, lines: int) -> str:
-    """The last lines of the newest attempt; progress bars' carriage returns split lines too."""
+    """The last lines of the newest attempt; progress bars' carriage returns split lines too.
+
+    Of a single line it is the newest that a stage itself wrote: libraries' chatter begins with a bracket, a
+    slash or a space.
+    """
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 16384))
         text = file.read().decode(errors="replace")
     said: list[str] = []
     for line in text.replace("\r", "\n").splitlines():
-        said = [] if line.startswith(HEADER) else [*said, line] if line.strip() else said
+        if line.startswith(HEADER):
+            said = []
+        elif line.strip() and not (lines == 1 and line.startswith(("[", "/", " "))):
+            said.append(line)
     return "\n".join(said[-lines:])

@@ -1,5 +1,6 @@
 """Names and values that the report lists: corpus, training, simulator, machine, packages."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,14 @@ class Facts:
         """What the step's outputs hold, read from them; the verb's name where nothing is known."""
         record = self.ledger.steps[step]
         lines = [line for output in record.outputs for line in self._describe(self.root / output)]
-        return "; ".join(lines) or " ".join(record.argv[:2])
+        return "; ".join(lines) or ("a policy server, ready" if "serve" in record.argv else step)
 
     def _describe(self, path: Path) -> list[str]:
         if (path / "meta" / "info.json").is_file():
             info = run_folder.read_json(path / "meta" / "info.json")
             made = f"{info['total_episodes']} demonstrations, {info['total_frames']:,} frames"
             said = run_folder.recording(path)
-            return [made, f"{said.failed} failed attempts left out"] if said else [made]
+            return [made, f"{said.failed} failed attempts left out"] if said and said.failed else [made]
         if (path / "metrics.jsonl").is_file():
             training = next(run for run in run_folder.trainings(self.root) if run.name == path.name)
             saves = len([child for child in path.glob("iter_*") if child.is_dir()])
@@ -140,11 +141,14 @@ def package_facts(ledger: Ledger) -> list[dict[str, Any]]:
         pairs = [(name, pinned[name]) for name in PACKAGES if name in pinned]
         if pairs:
             lists.append({"title": f"Packages of {stage}", "facts": pairs})
-    seen: list[dict[str, Any]] = []
+    recipes: dict[str, list[str]] = {}
     for name, record in ledger.steps.items():
-        if record.recipe is not None and record.recipe not in seen:
-            seen.append(record.recipe)
-            lists.append({"title": f"Recipe of {name}", "facts": _flat(record.recipe)})
+        if record.recipe is not None:
+            recipes.setdefault(json.dumps(record.recipe), []).append(name)
+    lists += [
+        {"title": f"Recipe of {', '.join(n)}", "facts": _flat(json.loads(text))}
+        for text, n in recipes.items()
+    ]
     return lists
 
 
