@@ -10,7 +10,9 @@ from safetensors import safe_open
 
 from dreamzero_sft.model import ModelSettings, WorldActionModel
 
-GOLDEN = Path(os.environ.get("WAM_FIXTURE", Path(__file__).parents[4] / "shared/golden/wam_i2v_tiny.safetensors"))
+GOLDEN = Path(
+    os.environ.get("WAM_FIXTURE", Path(__file__).parents[4] / "shared/golden/wam_i2v_tiny.safetensors")
+)
 TOLERANCE = 1e-5  # float32, outputs of order 0.1
 PREFIXES = ("w.", "in.", "out.")
 
@@ -27,7 +29,9 @@ def fixture():
 
 
 def build(config, weights):
-    fields = {k: tuple(v) if k == "patch_size" else v for k, v in config.items() if k in ModelSettings.model_fields}
+    fields = {
+        k: tuple(v) if k == "patch_size" else v for k, v in config.items() if k in ModelSettings.model_fields
+    }
     model = WorldActionModel(ModelSettings(**fields))
     model.load_state_dict(weights, strict=True)
     return model

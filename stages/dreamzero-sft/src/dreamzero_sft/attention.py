@@ -30,7 +30,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if q.dtype == torch.bfloat16 and q.device.type == "cpu":
         # PyTorch's bfloat16 attention on a CPU took half of a small model's step; in float32 a twelfth.
         return attend(q.float(), k.float(), v.float()).to(q.dtype)
-    return scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
+    return scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(
+        1, 2
+    )
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
@@ -77,9 +79,10 @@ class KVCache:
             return k, v
         return torch.cat((self.k, k), dim=1), torch.cat((self.v, v), dim=1)
 
-    def append(self, k: Tensor, v: Tensor) -> None:
-        """Store new tokens."""
-        self.k, self.v = self.with_new(k, v)
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new tokens; all that is cached now."""
+        self.k, self.v = k, v = self.with_new(k, v)
+        return k, v
 
 
 class SelfAttention(nn.Module):
@@ -106,11 +109,12 @@ class SelfAttention(nn.Module):
     def observe(self, x: Tensor, rotation: Rotation, cache: KVCache) -> Tensor:
         """Inference on observed frames: they see the cache and themselves, and enter the cache."""
         q, k, v = self.project(x, rotation)
-        cache.append(k, v)
-        assert cache.k is not None and cache.v is not None
-        return self.o(attend(q, cache.k, cache.v).flatten(2))
+        keys, values = cache.append(k, v)
+        return self.o(attend(q, keys, values).flatten(2))
 
-    def denoise(self, x: Tensor, rotation: Rotation, cache: KVCache, states: int, isolate_state: bool) -> Tensor:
+    def denoise(
+        self, x: Tensor, rotation: Rotation, cache: KVCache, states: int, isolate_state: bool
+    ) -> Tensor:
         """Inference on one block [video, actions, states] over the cache, which is left as it is.
 
         Args:

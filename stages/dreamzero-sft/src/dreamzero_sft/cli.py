@@ -4,13 +4,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from flywheel_shared.errors import UserError, run_app
 
 app = typer.Typer(
     help="Post-train and serve the DreamZero world-action model.", no_args_is_help=True, add_completion=False
 )
 
-RecipePath = Annotated[Path, typer.Option("--recipe", help="A recipe (TOML): recipes/laptop.toml and others.")]
+RecipePath = Annotated[
+    Path, typer.Option("--recipe", help="A recipe (TOML): recipes/laptop.toml and others.")
+]
 Root = Annotated[Path, typer.Option(help="Root of corpus/, metadata/, checkpoints/ and export/.")]
 Overrides = Annotated[list[str], typer.Option("--set", help="Override a key: --set trainer.max_steps=10.")]
 
@@ -23,10 +26,9 @@ def metadata(
     overwrite: Annotated[bool, typer.Option(help="Make it again where it exists.")] = False,
 ) -> None:
     """Compute a corpus' normalisation statistics and fit the video tokenizer on it."""
-    from flywheel_shared.recipe import load_recipe
-
     from dreamzero_sft.metadata import make_metadata
     from dreamzero_sft.recipe import Recipe
+    from flywheel_shared.recipe import load_recipe
 
     make_metadata(load_recipe(Recipe, recipe, overrides), root, overwrite)
 
@@ -41,9 +43,8 @@ def train(
     timeout_s: Annotated[float, typer.Option(help="Of every collective.")] = 600.0,
 ) -> None:
     """Train on a corpus, or continue: FSDP2 over all ranks, asynchronous sharded checkpoints."""
-    from flywheel_shared.recipe import load_recipe
-
     from dreamzero_sft.recipe import Recipe
+    from flywheel_shared.recipe import load_recipe
 
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device: {device!r}; allowed: auto, cpu, cuda")
@@ -74,9 +75,9 @@ def serve(
 ) -> None:
     """Serve an export: OpenPI websocket at /, GET /healthz, /info, /metrics, POST /predict."""
     import torch
-    from flywheel_shared.policy_server import serve as run
 
     from dreamzero_sft.policy import DreamZeroPolicy
+    from flywheel_shared.policy_server import serve as run
 
     policy = DreamZeroPolicy(export, torch.device(device))
     if steps is not None:

@@ -6,12 +6,17 @@ configurations, random weights made from a seed, and a byte-level tokenizer that
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from flywheel_shared.errors import UserError
-from flywheel_shared.recipe import Section
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
+
+from flywheel_shared.errors import UserError
+from flywheel_shared.recipe import Section
+
+if TYPE_CHECKING:
+    from transformers import CLIPVisionModel, UMT5EncoderModel
 
 # Mean and deviation of CLIP's own preprocessing (openai/clip-vit-large-patch14's published preprocessor).
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -34,12 +39,17 @@ class ConditioningSettings(Section):
 class Conditioner(nn.Module):
     """Prompt and first frame to the features that cross-attention reads. Frozen; float32."""
 
-    def __init__(self, text_encoder: nn.Module, image_encoder: nn.Module, text_len: int) -> None:
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self, text_encoder: "UMT5EncoderModel", image_encoder: "CLIPVisionModel", text_len: int
+    ) -> None:
         super().__init__()
         from transformers import ByT5Tokenizer
 
-        self.text_encoder = text_encoder.eval().requires_grad_(False)
-        self.image_encoder = image_encoder.eval().requires_grad_(False)
+        self.text_encoder: Any = text_encoder.eval().requires_grad_(False)
+        self.image_encoder: Any = image_encoder.eval().requires_grad_(False)
         self.text_len = text_len
         self.tokenizer = ByT5Tokenizer()
         self._prompts: dict[str, Tensor] = {}
@@ -91,7 +101,9 @@ class Conditioner(nn.Module):
 
         for name in ("text_encoder", "image_encoder"):
             if not (folder / name / "config.json").is_file():
-                raise UserError(f"{folder}: no {name}/config.json: convert the checkpoint again with dcp-convert")
+                raise UserError(
+                    f"{folder}: no {name}/config.json: convert the checkpoint again with dcp-convert"
+                )
         text = UMT5EncoderModel.from_pretrained(folder / "text_encoder", local_files_only=True)
         image = CLIPVisionModel.from_pretrained(folder / "image_encoder", local_files_only=True)
         return cls(text, image, text_len)
@@ -119,6 +131,8 @@ class Conditioner(nn.Module):
         The frame is resized to the encoder's square.
         """
         size = self.image_encoder.config.image_size
-        pixels = interpolate((frame + 1) / 2, (size, size), mode="bilinear", antialias=True, align_corners=False)
+        pixels = interpolate(
+            (frame + 1) / 2, (size, size), mode="bilinear", antialias=True, align_corners=False
+        )
         out = self.image_encoder((pixels - self.mean) / self.std, output_hidden_states=True)
         return out.hidden_states[-2]

@@ -92,6 +92,12 @@ class Layout:
         Raises:
             ValueError: if a count is not positive.
         """
-        for name in ("blocks", "frames_per_block", "tokens_per_frame", "actions_per_block", "states_per_block"):
+        for name in (
+            "blocks",
+            "frames_per_block",
+            "tokens_per_frame",
+            "actions_per_block",
+            "states_per_block",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")

@@ -6,14 +6,14 @@ import shutil
 from pathlib import Path
 
 import torch
-from flywheel_shared.errors import UserError
-from flywheel_shared.lerobot_corpus import action_state_arrays
-from flywheel_shared.lerobot_windows import EpisodeWindows
-from flywheel_shared.video import LinearVideoTokenizer
 
 from dreamzero_sft.recipe import Recipe
 from dreamzero_sft.statistics import build_metadata, read_metadata
 from dreamzero_sft.transforms import Transform
+from flywheel_shared.errors import UserError
+from flywheel_shared.lerobot_corpus import action_state_arrays
+from flywheel_shared.lerobot_windows import EpisodeWindows
+from flywheel_shared.video import LinearVideoTokenizer
 
 CLIPS = 256  # pictures sequences the tokenizer is fitted on; its covariance has a few hundred columns
 

@@ -8,7 +8,6 @@ import math
 from typing import Any, Literal
 
 import torch
-from flywheel_shared.recipe import Section
 from pydantic import model_validator
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
@@ -17,6 +16,7 @@ from dreamzero_sft.action_modules import ActionEncoder, EmbodimentLinear, Embodi
 from dreamzero_sft.attention import CrossAttention, KVCache, RMSNorm, Rotation, SelfAttention
 from dreamzero_sft.layout import Layout
 from dreamzero_sft.rope import line_angles, rotation, video_angles
+from flywheel_shared.recipe import Section
 
 
 class ModelSettings(Section):
@@ -121,7 +121,8 @@ class Block(nn.Module):
             assert cache is not None
             h = self.self_attn.observe(h, rotation, cache)
         else:
-            assert cache is not None and layout is not None
+            assert cache is not None
+            assert layout is not None
             h = self.self_attn.denoise(h, rotation, cache, layout.states_per_block, isolate_state)
         x = x + h * gate1
         x = x + self.cross_attn(self.norm3(x), text, image)
@@ -186,20 +187,20 @@ class WorldActionModel(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 nn.init.zeros_(module.bias)
-            elif isinstance(module, EmbodimentLinear):
-                module.reset_parameters()
-            elif isinstance(module, nn.LayerNorm):
+            elif isinstance(module, EmbodimentLinear | nn.LayerNorm):
                 module.reset_parameters()
             elif isinstance(module, RMSNorm):
                 nn.init.ones_(module.weight)
         nn.init.xavier_uniform_(self.patch_embedding.weight.view(self.settings.dim, -1))
-        nn.init.zeros_(self.patch_embedding.bias)
+        if self.patch_embedding.bias is not None:
+            nn.init.zeros_(self.patch_embedding.bias)
         for embedding in (self.text_embedding, self.time_embedding):
             for module in embedding:
                 if isinstance(module, nn.Linear):
                     nn.init.normal_(module.weight, std=0.02)
-        for modulation in (*(block.modulation for block in self.blocks), self.head.modulation):
-            nn.init.normal_(modulation, std=self.settings.dim**-0.5)
+        for module in self.modules():
+            if isinstance(module, Block | Head):
+                nn.init.normal_(module.modulation, std=self.settings.dim**-0.5)
         nn.init.zeros_(self.head.head.weight)
 
     def layout(self, latent: Tensor, blocks: int) -> Layout:
@@ -297,7 +298,9 @@ class WorldActionModel(nn.Module):
         grid = (latent.shape[3] // s.patch_size[1], latent.shape[4] // s.patch_size[2])
         angle = video_angles(start_frame, latent.shape[2], *grid, s.dim // s.num_heads, x.device)
         for block, layer_cache in zip(self.blocks, cache, strict=True):
-            x = block(x, vectors, runs, rotation(angle, _wide(x)), *context, mode="observe", cache=layer_cache)
+            x = block(
+                x, vectors, runs, rotation(angle, _wide(x)), *context, mode="observe", cache=layer_cache
+            )
 
     def denoise(
         self,
@@ -376,7 +379,9 @@ class WorldActionModel(nn.Module):
             if y is None:
                 raise ValueError("this model concatenates the first frame's latents: y is needed")
             latent = torch.cat((latent, y.to(latent.dtype)), dim=1)
-        return self.patch_embedding(latent.to(self.patch_embedding.weight.dtype)).flatten(3).permute(0, 2, 3, 1)
+        return (
+            self.patch_embedding(latent.to(self.patch_embedding.weight.dtype)).flatten(3).permute(0, 2, 3, 1)
+        )
 
     def _video(self, tokens: Tensor, time: Tensor, grid: tuple[int, int]) -> Tensor:
         """Tokens ``[B, F S, dim]`` to velocities ``[B, out_dim, F, H, W]``."""

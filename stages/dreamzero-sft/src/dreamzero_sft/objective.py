@@ -7,10 +7,10 @@ points of a shifted schedule: one for frame 0, one a block, shared by the block'
 from dataclasses import dataclass
 
 import torch
-from flywheel_shared.recipe import Section
 from torch import Tensor
 
 from dreamzero_sft.layout import Layout
+from flywheel_shared.recipe import Section
 
 POINTS = 1000  # of the training schedule; times run over [0, 1000]
 
@@ -109,7 +109,15 @@ def flow_matching_loss(
     noisy_a = (1 - sa) * batch.actions + sa * noise_a
 
     video, action = model(
-        noisy_v, batch.latents, time_v, noisy_a, time_a, batch.state, batch.context, batch.clip_feature, batch.y
+        noisy_v,
+        batch.latents,
+        time_v,
+        noisy_a,
+        time_a,
+        batch.state,
+        batch.context,
+        batch.clip_feature,
+        batch.y,
     )
     error_v = (video.float() - (noise_v - batch.latents)).square().mean(dim=(1, 3, 4))
     error_a = (action.float() - (noise_a - batch.actions)).square()
@@ -120,5 +128,3 @@ def flow_matching_loss(
     loss_a = _weighted_mean(error_a, weight_a[:, :, None].expand_as(error_a), batch.action_mask)
     total = settings.video_weight * loss_v + settings.action_weight * loss_a
     return {"loss": total, "loss/video": loss_v.detach(), "loss/action": loss_a.detach()}
-
-

@@ -7,9 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from flywheel_shared.errors import UserError
-from flywheel_shared.policy_protocol import PolicyError
-from flywheel_shared.video import LinearVideoTokenizer
 from safetensors import safe_open
 from torch import Tensor
 
@@ -20,6 +17,8 @@ from dreamzero_sft.sampler import sample_block
 from dreamzero_sft.samples import first_frame_condition
 from dreamzero_sft.statistics import read_metadata
 from dreamzero_sft.transforms import Transform, ViewSettings
+from flywheel_shared.errors import UserError
+from flywheel_shared.video import LinearVideoTokenizer
 
 
 class DreamZeroPolicy:
@@ -33,7 +32,9 @@ class DreamZeroPolicy:
         """
         config = _read_json(export / "config.json")
         if config.get("format") != "dreamzero-sft/1":
-            raise UserError(f"{export}/config.json: format is {config.get('format')!r}, not 'dreamzero-sft/1'")
+            raise UserError(
+                f"{export}/config.json: format is {config.get('format')!r}, not 'dreamzero-sft/1'"
+            )
         self.device = device
         self.data = DataSettings.model_validate_json(json.dumps(config["data"]))
         self.views = ViewSettings.model_validate_json(json.dumps(config["views"]))
@@ -57,7 +58,8 @@ class DreamZeroPolicy:
             "rate_hz": config["rate_hz"],
             "image_keys": list(self.views.request_keys),
             "image_resolution": [self.views.height, self.views.width],
-            "frame_step": settings.num_action_per_block // (settings.num_frame_per_block * tokenizer.temporal),
+            "frame_step": settings.num_action_per_block
+            // (settings.num_frame_per_block * tokenizer.temporal),
             "versions": {"torch": torch.__version__},
         }
 
@@ -65,14 +67,14 @@ class DreamZeroPolicy:
         """Actions ``float32 [chunk, action_dim]`` for one observation.
 
         Raises:
-            PolicyError: if the observation lacks a field or has one of the wrong shape; the reason names it.
+            UserError: if the observation lacks a field or has one of the wrong shape; the reason names it.
         """
         started = time.perf_counter()
         video = self.transform.picture([self._view(observation, key) for key in self.views.request_keys])
         state = self._state(observation)
         prompt = observation.get("prompt")
         if not isinstance(prompt, str) or not prompt.strip():
-            raise PolicyError("prompt: a non-empty string is needed")
+            raise UserError("prompt: a non-empty string is needed")
         actions = self.act(video, state, prompt)
         return {
             "actions": actions.numpy(),
@@ -109,7 +111,7 @@ class DreamZeroPolicy:
     def example(self) -> dict[str, Any]:
         """A well-formed request of black pictures."""
         picture = np.zeros((self.views.height, self.views.width, 3), dtype=np.uint8)
-        return {key: picture for key in self.views.request_keys} | {
+        return dict.fromkeys(self.views.request_keys, picture) | {
             "observation/state": np.zeros(self.transform.state.dim, dtype=np.float32),
             "prompt": "do nothing",
         }
@@ -118,7 +120,7 @@ class DreamZeroPolicy:
         """One view as ``uint8 [1, 1, C, h, w]`` in the model's size."""
         picture = np.asarray(observation.get(key))
         if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3 or 0 in picture.shape:
-            raise PolicyError(f"{key}: uint8 [H, W, 3] is needed, found {picture.dtype} {list(picture.shape)}")
+            raise UserError(f"{key}: uint8 [H, W, 3] is needed, found {picture.dtype} {list(picture.shape)}")
         frames = torch.from_numpy(np.ascontiguousarray(picture)).permute(2, 0, 1)[None]
         return self.transform.resize(frames)[None]
 
@@ -128,7 +130,7 @@ class DreamZeroPolicy:
         wanted = (self.transform.state.dim,)
         if state.dtype.kind not in "fiu" or state.shape != wanted or not np.isfinite(state).all():
             found = f"{state.dtype} {list(state.shape)}"
-            raise PolicyError(f"observation/state: {list(wanted)} finite numbers are needed, found {found}")
+            raise UserError(f"observation/state: {list(wanted)} finite numbers are needed, found {found}")
         return torch.from_numpy(state.astype(np.float32))[None, None]
 
 
@@ -139,7 +141,9 @@ def read_weights(export: Path, expected: set[str]) -> dict[str, Tensor]:
         UserError: if a shard is missing, or names differ from the model's.
     """
     index = export / "model.safetensors.index.json"
-    shards = sorted(set(_read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    shards = (
+        sorted(set(_read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    )
     weights: dict[str, Tensor] = {}
     for shard in shards:
         path = export / Path(shard).name

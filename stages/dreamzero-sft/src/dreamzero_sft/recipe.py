@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-from flywheel_shared.recipe import Section
-from flywheel_shared.trainer import TrainerSettings
 from pydantic import Field, model_validator
 
 from dreamzero_sft.conditioning import ConditioningSettings
 from dreamzero_sft.model import ModelSettings
 from dreamzero_sft.objective import ObjectiveSettings
 from dreamzero_sft.transforms import ViewSettings
+from flywheel_shared.recipe import Section
+from flywheel_shared.trainer import TrainerSettings
 
 
 class DataSettings(Section):
@@ -91,7 +91,9 @@ class Recipe(Section):
                 f"tokenizer.patch x model.patch_size = {side[0]} x {side[1]} pixels"
             )
         if len(v.cameras) != len(v.request_keys):
-            raise ValueError(f"views.cameras has {len(v.cameras)} keys, views.request_keys {len(v.request_keys)}")
+            raise ValueError(
+                f"views.cameras has {len(v.cameras)} keys, views.request_keys {len(v.request_keys)}"
+            )
         first_frame = 4 + t.channels if m.concat_first_frame_latent else 0
         if m.in_dim != t.channels + first_frame or m.out_dim != t.channels:
             raise ValueError(

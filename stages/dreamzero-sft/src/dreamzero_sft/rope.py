@@ -17,7 +17,9 @@ def angles(positions: Tensor, channels: int) -> Tensor:
     return torch.outer(positions.double(), THETA**-exponent)
 
 
-def video_angles(start_frame: int, frames: int, height: int, width: int, head_dim: int, device: torch.device) -> Tensor:
+def video_angles(
+    start_frame: int, frames: int, height: int, width: int, head_dim: int, device: torch.device
+) -> Tensor:
     """Angles of a video grid in (frame, row, column) order: ``[frames * height * width, head_dim / 2]`` float64."""
     spatial = 2 * (head_dim // 6)
     t = angles(torch.arange(start_frame, start_frame + frames, device=device), head_dim - 2 * spatial)
@@ -35,7 +37,7 @@ def line_angles(start: int, count: int, head_dim: int, device: torch.device) -> 
 
 
 def rotation(angle: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of ``[L, head_dim / 2]``, shaped ``[1, L, 1, head_dim / 2]`` to meet ``[B, L, heads, head_dim]``."""
+    """Cosine and sine of ``[L, head_dim / 2]``, as ``[1, L, 1, head_dim / 2]`` to meet ``[B, L, heads, d]``."""
     return angle.cos().to(dtype)[None, :, None], angle.sin().to(dtype)[None, :, None]
 
 

@@ -1,5 +1,7 @@
 """Denoise one block: future video and an action chunk, from one observed frame."""
 
+from typing import Any
+
 import torch
 from diffusers import UniPCMultistepScheduler
 from torch import Tensor
@@ -8,11 +10,11 @@ from dreamzero_sft.model import WorldActionModel
 from dreamzero_sft.recipe import SamplerSettings
 
 
-def schedulers(settings: SamplerSettings) -> tuple[UniPCMultistepScheduler, UniPCMultistepScheduler]:
+def schedulers(settings: SamplerSettings) -> tuple[Any, Any]:
     """Two UniPC schedulers of order 2 over the shifted flow schedule: for video and for actions."""
-    made = []
+    made: list[Any] = []
     for _ in range(2):
-        scheduler = UniPCMultistepScheduler(
+        scheduler: Any = UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=settings.shift, solver_order=2
         )
         scheduler.set_timesteps(settings.steps)
@@ -55,7 +57,9 @@ def sample_block(
     action = torch.randn(
         (batch, s.num_action_per_block, s.action_dim), generator=generator, device=latent.device
     )
-    branches = [context] if settings.guidance == 1 or negative_context is None else [context, negative_context]
+    branches = (
+        [context] if settings.guidance == 1 or negative_context is None else [context, negative_context]
+    )
     encoded = [model.encode_context(c, clip_feature) for c in branches]
     caches = [model.new_cache() for _ in branches]
     for cache, ctx in zip(caches, encoded, strict=True):

@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from flywheel_shared.lerobot_windows import EpisodeWindows, ShuffledBatches
-from flywheel_shared.video import LinearVideoTokenizer
 from torch import Tensor
 
 from dreamzero_sft.conditioning import Conditioner
 from dreamzero_sft.objective import Batch
 from dreamzero_sft.recipe import Recipe
 from dreamzero_sft.transforms import Transform
+from flywheel_shared.lerobot_windows import EpisodeWindows, ShuffledBatches
+from flywheel_shared.video import LinearVideoTokenizer
 
 
 def open_windows(recipe: Recipe, corpus: Any, transform: Transform) -> EpisodeWindows:

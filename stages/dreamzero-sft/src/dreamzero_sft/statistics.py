@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from flywheel_shared.errors import UserError
 
 FIELDS = ("min", "max", "mean", "std", "q01", "q99")
@@ -68,5 +69,7 @@ def read_metadata(path: Path, embodiment: str) -> dict[str, Any]:
                 if not np.isfinite(np.asarray(column, dtype=np.float64)).all():
                     raise UserError(f"{path}: statistics.{kind}.{key}.{field} is not finite: {column}")
     except (KeyError, TypeError, ValueError):
-        raise UserError(f"{path}: {embodiment}.statistics lacks state.state or action.actions q01/q99") from None
+        raise UserError(
+            f"{path}: {embodiment}.statistics lacks state.state or action.actions q01/q99"
+        ) from None
     return metadata

@@ -5,13 +5,6 @@ import shutil
 from pathlib import Path
 
 import torch
-from flywheel_shared.errors import UserError
-from flywheel_shared.fsdp import shard_model
-from flywheel_shared.launch import World
-from flywheel_shared.lerobot_windows import ShuffledBatches
-from flywheel_shared.mesh import Mesh, ParallelDims
-from flywheel_shared.trainer import train as run_loop
-from flywheel_shared.video import LinearVideoTokenizer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -23,6 +16,13 @@ from dreamzero_sft.recipe import Recipe
 from dreamzero_sft.samples import Collator, TrainingBatches, open_windows
 from dreamzero_sft.statistics import read_metadata
 from dreamzero_sft.transforms import Transform
+from flywheel_shared.errors import UserError
+from flywheel_shared.fsdp import shard_model
+from flywheel_shared.launch import World
+from flywheel_shared.lerobot_windows import ShuffledBatches
+from flywheel_shared.mesh import Mesh, ParallelDims
+from flywheel_shared.trainer import train as run_loop
+from flywheel_shared.video import LinearVideoTokenizer
 
 
 def train(recipe: Recipe, root: Path, world: World) -> int:
@@ -45,7 +45,7 @@ def train(recipe: Recipe, root: Path, world: World) -> int:
     if world.rank == 0:
         _write_assets(recipe, folder, metadata_folder, conditioner, windows.fps)
         print(
-            f"{recipe.run}: {parameter_count(model) / 1e6:.2f} M parameters on {world.world_size} ranks, "
+            f"{recipe.run}: {parameter_count(build_on_meta(recipe.model)) / 1e6:.2f} M parameters on {world.world_size} ranks, "
             f"{layout.tokens} tokens a window, {len(windows)} windows, "
             f"batch {recipe.data.batch_size * recipe.trainer.grad_accumulation * world.world_size}",
             flush=True,
@@ -103,7 +103,9 @@ def _write_assets(
     assets = folder / ".assets"
     if (assets / "config.json").is_file() and (assets / "config.json").read_text() != config:
         if any(folder.glob("iter_*")):
-            raise UserError(f"{folder}: was started with another recipe: choose another `run`, or remove the folder")
+            raise UserError(
+                f"{folder}: was started with another recipe: choose another `run`, or remove the folder"
+            )
         shutil.rmtree(assets)
     if assets.is_dir():
         return

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from flywheel_shared.recipe import Section
 from torch import Tensor
 from torch.nn.functional import interpolate
+
+from flywheel_shared.recipe import Section
 
 
 class ViewSettings(Section):
@@ -54,7 +55,9 @@ class QuantileNorm:
 class Transform:
     """Views, states and actions of one embodiment."""
 
-    def __init__(self, metadata: Mapping[str, Any], views: ViewSettings, action_dim: int, state_dim: int) -> None:
+    def __init__(
+        self, metadata: Mapping[str, Any], views: ViewSettings, action_dim: int, state_dim: int
+    ) -> None:
         self.views = views
         self.action = QuantileNorm(metadata["statistics"]["action"]["actions"], action_dim)
         self.state = QuantileNorm(metadata["statistics"]["state"]["state"], state_dim)
