@@ -45,7 +45,8 @@ def train(recipe: Recipe, root: Path, world: World) -> int:
     if world.rank == 0:
         _write_assets(recipe, folder, metadata_folder, conditioner, windows.fps)
         print(
-            f"{recipe.run}: {parameter_count(build_on_meta(recipe.model)) / 1e6:.2f} M parameters on {world.world_size} ranks, "
+            f"{recipe.run}: {parameter_count(build_on_meta(recipe.model)) / 1e6:.2f} M parameters "
+            f"on {world.world_size} ranks, "
             f"{layout.tokens} tokens a window, {len(windows)} windows, "
             f"batch {recipe.data.batch_size * recipe.trainer.grad_accumulation * world.world_size}",
             flush=True,
