@@ -1,0 +1,79 @@
+"""What the robot says and what the model sees."""
+
+import numpy as np
+import pytest
+import torch
+from flywheel_shared.errors import UserError
+
+from dreamzero_sft.samples import first_frame_condition, latent_mask
+from dreamzero_sft.statistics import build_metadata, read_metadata, summarise
+from dreamzero_sft.transforms import QuantileNorm, Transform, ViewSettings
+
+
+def test_quantile_norm_maps_percentiles_to_the_ends_and_back():
+    values = np.random.default_rng(0).normal(size=(5000, 3)) * [1, 10, 0.1]
+    norm = QuantileNorm(summarise(values), 5)
+    q01, q99 = np.quantile(values, (0.01, 0.99), axis=0)
+    ends = norm.normalise(torch.tensor(np.stack([q01, q99]), dtype=torch.float32))
+    torch.testing.assert_close(ends[:, :3], torch.tensor([[-1.0] * 3, [1.0] * 3]))
+    assert not ends[:, 3:].any()
+    inside = torch.tensor(values[(np.abs(values) < np.abs(q01)).all(1)][:50], dtype=torch.float32)
+    torch.testing.assert_close(norm.restore(norm.normalise(inside)), inside, rtol=1e-4, atol=1e-5)
+
+
+def test_what_lies_outside_the_percentiles_is_clamped():
+    norm = QuantileNorm(summarise(np.linspace(-1, 1, 101)[:, None]), 1)
+    assert norm.normalise(torch.tensor([[50.0]])).item() == 1
+    assert norm.restore(torch.tensor([[7.0]])).item() == pytest.approx(norm.q99.item())
+
+
+def test_a_constant_dim_passes_as_it_is():
+    values = np.stack([np.zeros(100), np.linspace(0, 1, 100)], axis=1)
+    norm = QuantileNorm(summarise(values), 2)
+    given = torch.tensor([[0.0, 0.5]])
+    torch.testing.assert_close(norm.restore(norm.normalise(given)), given)
+
+
+def test_a_request_and_a_training_frame_become_the_same_picture():
+    metadata = build_metadata("x", np.random.default_rng(0).normal(size=(10, 7)), np.zeros((10, 8)), {})["x"]
+    transform = Transform(metadata, ViewSettings(height=16, width=16), 7, 8)
+    frames = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8)
+    whole_episode = transform.resize(frames)
+    for index in range(6):
+        torch.testing.assert_close(transform.resize(frames[index : index + 1]), whole_episode[index : index + 1])
+    picture = transform.picture([whole_episode[None], whole_episode[None]])
+    assert picture.shape == (1, 3, 6, 16, 32)
+    assert -1 <= picture.min() <= picture.max() <= 1
+
+
+def test_a_latent_counts_only_where_all_its_frames_are_real():
+    valid = torch.tensor([[True] * 9, [True] * 6 + [False] * 3])
+    assert latent_mask(valid, 4).tolist() == [[True, True, True], [True, True, False]]
+
+
+def test_the_image_condition_marks_and_holds_frame_0_alone():
+    latents = torch.randn(2, 3, 4, 2, 2)
+    y = first_frame_condition(latents)
+    assert y.shape == (2, 7, 4, 2, 2)
+    torch.testing.assert_close(y[:, 4:, 0], latents[:, :, 0])
+    assert y[:, :4, 0].eq(1).all()
+    assert not y[:, :, 1:].any()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "not JSON"),
+        ('{"droid": {}}', "no embodiment 'libero_sim'; found droid"),
+        ('{"libero_sim": {"statistics": {}}}', "lacks state.state or action.actions"),
+        (
+            '{"libero_sim": {"statistics": {"state": {"state": {"q01": [NaN], "q99": [1]}}, "action": {}}}}',
+            "q01 is not finite",
+        ),
+    ],
+)
+def test_bad_metadata_is_named(tmp_path, content, reason):
+    path = tmp_path / "metadata.json"
+    path.write_text(content)
+    with pytest.raises(UserError, match=reason):
+        read_metadata(path, "libero_sim")
