@@ -23,7 +23,7 @@ class Average:
         """Take in the parameters; `updates` were made before."""
         decay = min(self.decay, (1 + updates) / (10 + updates))
         averages = [local(x) for x in self._averages.values()]
-        torch._foreach_lerp_(averages, [local(p.detach()).float() for p in self._trained.values()], 1 - decay)
+        torch._foreach_lerp_(averages, [local(p).float() for p in self._trained.values()], 1 - decay)
 
     def state_dict(self) -> dict[str, Tensor]:
         """A state dict of the model, with averages for the trained parameters, sharing memory with both."""

@@ -7,7 +7,6 @@ checkpoint: model/ ema/ optim/ (DCP), trainer/ (trainer.json, rank_*.pt), assets
 
 import io
 import json
-import random
 import shutil
 import sys
 import threading
@@ -18,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -38,6 +36,8 @@ from flywheel_shared.checkpoint_folder import (
 from flywheel_shared.errors import UserError, one_line
 from flywheel_shared.fsdp import local
 from flywheel_shared.launch import World
+from flywheel_shared.random_state import random_state, set_random_state
+from flywheel_shared.staging import Staging
 
 # PyTorch's own writer warns of itself.
 warnings.filterwarnings("ignore", message="TypedStorage is deprecated", module="torch.distributed.checkpoint")
@@ -89,6 +89,7 @@ class CheckpointManager:
         self._keep_last, self._keep_every = keep_last, keep_every
         self._verify_sums = verify_sums
         self.say = say or self._print
+        self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._on_rank_0(self.folder.claim)
 
@@ -117,11 +118,10 @@ class CheckpointManager:
         if ema is not None:
             states["ema"] = ema
         states["optim"] = optimizer_state(model, optimizer)
-        staged = {name: _copy_to_cpu(state) for name, state in states.items()}
         content = _Content(
-            staged,
+            self._staging.copy(states),
             json.dumps({**trainer_state, "step": step, "world_size": self._world.world_size}, indent=1),
-            _to_bytes({"rng": rng_state(), "state": rank_state}),
+            _to_bytes({"rng": random_state(), "state": rank_state}),
             assets,
         )
         self.last_error = None
@@ -151,6 +151,7 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for the save under way and give the folder up."""
         self.wait()
+        self._staging.close()
         self.folder.release()
 
     def load(
@@ -262,7 +263,7 @@ class CheckpointManager:
         if trainer_state["world_size"] == self._world.world_size:
             path = folder / "trainer" / rank_file(self._world.rank)
             own = self._everywhere(lambda: torch.load(path, weights_only=True))[self._world.rank]
-            set_rng_state(own["rng"])
+            set_random_state(own["rng"])
         return Loaded(step, folder, trainer_state, None if own is None else own["state"])
 
     def _load_state(self, folder: Path, state: dict[str, Any]) -> None:
@@ -342,16 +343,6 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return {"state": state, "param_groups": groups}
 
 
-def _copy_to_cpu(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copy_to_cpu(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_copy_to_cpu(inner) for inner in value]
-    return value
-
-
 def _bytes_to_write(value: Any) -> int:
     """Of this rank: replicas write nothing."""
     if isinstance(value, dict):
@@ -388,27 +379,6 @@ def _shapes(state: dict[str, Any], prefix: str = "") -> list[tuple[str, tuple[in
         elif isinstance(value, Tensor):
             found.append((prefix + name, tuple(value.shape)))
     return found
-
-
-def rng_state() -> dict[str, Any]:
-    """The states of Python's, NumPy's and PyTorch's random generators, as tensors and plain values."""
-    name, keys, position, has_gauss, gauss = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
-    }
-
-
-def set_rng_state(state: dict[str, Any]) -> None:
-    """Go on with the random numbers that follow `rng_state`."""
-    random.setstate(state["python"])
-    name, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _to_bytes(value: Any) -> bytes:

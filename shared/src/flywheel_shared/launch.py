@@ -132,9 +132,7 @@ def _join(ranks: Ranks, device: torch.device, timeout: datetime.timedelta) -> Wo
     bound = device if device.type == "cuda" else None
     if ranks.world_size == 1:
         store: dist.Store = dist.HashStore()
-        dist.init_process_group(
-            backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=bound
-        )
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=bound)
     else:
         # env:// reuses the launcher's store where there is one (TORCHELASTIC_USE_AGENT_STORE).
         os.environ.setdefault("MASTER_PORT", str(ranks.master_port))
