@@ -204,6 +204,18 @@ def test_retention_keeps_the_last_and_the_multiples(world, tmp_path):
     assert steps_of(tmp_path) == [40, 60, 70]
 
 
+def test_retention_does_not_count_a_damaged_checkpoint(world, tmp_path):
+    """Else the one that a fall-back needs would go."""
+    saver = Saver(tmp_path, world, keep_last=2)
+    saver.save(10)
+    saver.save(20)
+    truncate(tmp_path / "iter_000000020")
+    saver.save(30)
+    assert steps_of(tmp_path) == [10, 20, 30]
+    saver.save(40)
+    assert steps_of(tmp_path) == [30, 40]
+
+
 def test_every_file_is_in_the_commit_with_its_sum_and_assets_come_along(world, tmp_path):
     assets = tmp_path / "assets"
     (assets / "inner").mkdir(parents=True)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from toy import LENGTH, VOCABULARY, Toy, loss_of, make_toy
 
+from flywheel_shared.errors import UserError
 from flywheel_shared.fsdp import clip_grad_norm, shard_model
 from flywheel_shared.launch import World, distributed
 from flywheel_shared.mesh import ParallelDims
@@ -24,13 +25,14 @@ TOLERANCE = 1e-6
 class Case:
     ranks: int
     replicate: int = 1
+    context: int = 1
     accumulation: int = 1
     activation_checkpointing: str = "none"
     reshard: bool = True
 
     def __str__(self) -> str:
         return (
-            f"{self.ranks}ranks-replicate{self.replicate}-accumulate{self.accumulation}-"
+            f"{self.ranks}ranks-replicate{self.replicate}-context{self.context}-accumulate{self.accumulation}-"
             f"{self.activation_checkpointing}{'' if self.reshard else '-kept'}"
         )
 
@@ -46,6 +48,8 @@ CASES = [
     Case(4, replicate=2),
     Case(4, replicate=2, accumulation=2, activation_checkpointing="full"),
     Case(4, replicate=4),
+    Case(4, context=2),
+    Case(4, replicate=2, context=2, accumulation=2),
 ]
 
 
@@ -82,7 +86,7 @@ def sharded(world: World, cases: list[Case]) -> dict[str, dict[str, object]]:
 
 
 def one_case(world: World, case: Case) -> dict[str, object]:
-    mesh = ParallelDims(replicate=case.replicate).build(world)
+    mesh = ParallelDims(replicate=case.replicate, context=case.context).build(world)
     toy: Toy = make_toy()
     model = shard_model(
         toy,
@@ -149,6 +153,20 @@ def test_sharded_equals_single_process(alone, everywhere, case):
 def test_all_ranks_get_the_same_norm_to_the_bit(everywhere):
     for found in everywhere.values():
         assert len({(one["norm"], one["loss"]) for one in found}) == 1
+
+
+@pytest.mark.parametrize(
+    ("dims", "said"),
+    [
+        (ParallelDims(replicate=2), "replicate 2 x shard what is left x context 1 does not make 1 ranks"),
+        (ParallelDims(shard=3), "replicate 1 x shard 3 x context 1 does not make 1 ranks"),
+        (ParallelDims(shard=0), "parallel.shard is 0"),
+        (ParallelDims(context=-1), "parallel.context is -1"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_ranks_is_a_users_mistake(dims, said):
+    with distributed("cpu") as world, pytest.raises(UserError, match=said):
+        dims.build(world)
 
 
 def test_blocks_compute_in_bfloat16_on_float32_parameters():

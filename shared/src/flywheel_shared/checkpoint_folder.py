@@ -104,14 +104,23 @@ class CheckpointFolder:
         sync_folder(self.path)
 
     def retain(self, keep_last: int, keep_every: int, newest: int) -> None:
-        """Remove checkpoints but the last `keep_last` up to `newest`, the one known to be whole.
+        """Remove what is older than the last `keep_last` whole checkpoints up to `newest`.
 
-        With `keep_every`, those whose step is a multiple of it stay for good.
+        With `keep_every`, those whose step is a multiple of it stay for good. Damaged ones do not count.
         """
         steps = [step for step, _ in self.iterations() if step <= newest]
-        for step in steps[max(1, keep_last) :]:
-            if not (keep_every and step % keep_every == 0):
+        kept = [step for step in steps if self._is_whole(step)][: max(1, keep_last)]
+        for step in steps:
+            if step < min(kept, default=0) and not (keep_every and step % keep_every == 0):
                 self._remove(self.iteration(step))
+
+    def _is_whole(self, step: int) -> bool:
+        """By its marker and sizes."""
+        try:
+            read_commit(self.iteration(step))
+        except NotWhole:
+            return False
+        return True
 
     def _remove(self, folder: Path) -> None:
         # Renamed first: a removal that is interrupted leaves no folder that looks like a checkpoint.
