@@ -15,8 +15,6 @@ app.command()(record)
 app.command()(run)
 
 
-
-
 def main() -> None:
     """Run the console script."""
     run_app(app, "libero-eval")

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
-from flywheel_shared.errors import UserError
 
+from flywheel_shared.errors import UserError
 from libero_eval.settings import RecordSection, SimulatorSection
 
 if TYPE_CHECKING:
@@ -39,15 +39,26 @@ def write_dataset(
     Raises:
         UserError: if ``output`` exists and ``overwrite`` is False, or nothing was kept.
     """
+    import av
+    import av.logging
+    import datasets
     from lerobot.configs.video import RGBEncoderConfig
     from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
+    av.logging.set_level(av.logging.ERROR)
+    datasets.disable_progress_bars()
     if output.exists() and not overwrite:
         raise UserError(f"{output}: exists already: pass --overwrite to record it again")
+    if output.exists() and not (output / "meta" / "info.json").is_file():
+        raise UserError(
+            f"{output}: holds no recording, so --overwrite does not replace it: give another --output"
+        )
     scratch = output.with_name(f".{output.name}.partial")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
+    av.logging.set_libav_level(av.logging.ERROR)  # 20 lines a video otherwise, and a bar an episode
+    datasets.disable_progress_bars()
     dataset = LeRobotDataset.create(
         repo_id=f"local/{output.name}",
         fps=simulator.rate_hz,
@@ -55,13 +66,18 @@ def write_dataset(
         root=scratch,
         robot_type="panda",
         rgb_encoder=RGBEncoderConfig(vcodec="h264", crf=CRF, preset="veryfast"),
-        streaming_encoding=True,
+        streaming_encoding=False,  # its queue drops frames when the machine is busy
     )
     kept: list[dict[str, Any]] = []
     failed: list[dict[str, Any]] = []
     for count, demonstration in enumerate(demonstrations, 1):
         job = demonstration.job
-        about = {"suite": simulator.suite, "task_id": job.task, "init_state": job.init_state, "seed": job.seed}
+        about = {
+            "suite": simulator.suite,
+            "task_id": job.task,
+            "init_state": job.init_state,
+            "seed": job.seed,
+        }
         if demonstration.success:
             _add(dataset, demonstration)
             kept.append(about | {"noise": record.noise, "spread_m": record.spread_m})
@@ -77,7 +93,9 @@ def write_dataset(
     dataset.finalize()
     if not kept:
         shutil.rmtree(scratch)
-        raise UserError(f"none of {attempts} attempts succeeded: the expert cannot do these tasks; see the README")
+        raise UserError(
+            f"none of {attempts} attempts succeeded: the expert cannot do these tasks; see the README"
+        )
     _describe_episodes(scratch, kept)
     recording = {
         "simulator": simulator.model_dump(mode="json"),

@@ -57,11 +57,15 @@ def plan(record: RecordSection) -> list[Job]:
     return jobs
 
 
-def demonstrations(jobs: list[Job], simulator: SimulatorSection, record: RecordSection) -> Iterator[Demonstration]:
+def demonstrations(
+    jobs: list[Job], simulator: SimulatorSection, record: RecordSection
+) -> Iterator[Demonstration]:
     """All attempts in the order of ``jobs``, simulated by worker processes."""
     context = multiprocessing.get_context("spawn")  # OpenGL does not survive a fork
     workers = min(record.workers, len(jobs))
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(os.getpid(),)) as pool:
+    with ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_begin, initargs=(os.getpid(),)
+    ) as pool:
         yield from pool.map(_attempt, jobs, itertools.repeat(simulator), itertools.repeat(record))
 
 
@@ -86,7 +90,11 @@ def _attempt(job: Job, settings: SimulatorSection, record: RecordSection) -> Dem
     if not isinstance(simulator, Simulator):
         _simulators.clear()  # one scene's textures at a time
         simulator = Simulator(
-            settings.suite, job.task, rate_hz=settings.rate_hz, size=settings.size, rendering=settings.rendering
+            settings.suite,
+            job.task,
+            rate_hz=settings.rate_hz,
+            size=settings.size,
+            rendering=settings.rendering,
         )
         _simulators[job.task] = simulator
     simulator.reset(job.init_state, record.spread_m, job.seed)
@@ -168,4 +176,6 @@ def record_corpus(
     from libero_eval.dataset import write_dataset
 
     jobs = plan(record)
-    return write_dataset(demonstrations(jobs, simulator, record), len(jobs), simulator, record, output, overwrite)
+    return write_dataset(
+        demonstrations(jobs, simulator, record), len(jobs), simulator, record, output, overwrite
+    )

@@ -20,7 +20,9 @@ def record(
     size: Annotated[int | None, typer.Option(help="Pixels of a square view.")] = None,
     rendering: Annotated[str | None, typer.Option(help="fast or full.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same bytes of actions and states.")] = None,
-    noise: Annotated[float | None, typer.Option(help="Disturbance of the executed action; 0 is none.")] = None,
+    noise: Annotated[
+        float | None, typer.Option(help="Disturbance of the executed action; 0 is none.")
+    ] = None,
     spread_m: Annotated[float | None, typer.Option(help="Largest displacement of the object (m).")] = None,
     workers: Annotated[int | None, typer.Option(help="Simulators at once, a process each.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace the output where it exists.")] = False,

