@@ -8,10 +8,14 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from libero_eval.settings import RecordSection, SimulatorSection, parse_indices
+
+if TYPE_CHECKING:
+    from libero_eval.simulator import Simulator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Demonstration:
 
 def plan(record: RecordSection) -> list[Job]:
     """The attempts, task by task; initial states are gone through again, with other seeds, up to ``episodes``."""
-    jobs = []
+    jobs: list[Job] = []
     for task in parse_indices(record.tasks):
         states = itertools.cycle(parse_indices(record.init_states))
         for attempt in range(record.episodes):
@@ -101,7 +105,7 @@ def _attempt(job: Job, settings: SimulatorSection, record: RecordSection) -> Dem
     return demonstrate(simulator, job, record)
 
 
-def demonstrate(simulator: "Simulator", job: Job, record: RecordSection) -> Demonstration:  # type: ignore[name-defined] # noqa: F821
+def demonstrate(simulator: "Simulator", job: Job, record: RecordSection) -> Demonstration:
     """One attempt from where the simulator stands.
 
     With noise the arm starts elsewhere, drifts off its way, and is pushed aside twice before the grasp, while the
@@ -136,11 +140,11 @@ class Disturbance:
 
     def __init__(self, noise: float, rate_hz: int, rng: np.random.Generator) -> None:
         self.noise, self.rng = noise, rng
-        self.drift = np.zeros(3)
+        self.drift: np.ndarray = np.zeros(3)
         self.unit = rate_hz / 10  # steps in a tenth of a second
         first, last = round(8 * self.unit), round(22 * self.unit)
         self.pushes = set(rng.choice(np.arange(first, last), 2, replace=False).tolist()) if noise else set()
-        self.push = np.zeros(3)
+        self.push: np.ndarray = np.zeros(3)
         self.push_steps = 0
 
     def start(self) -> Iterator[np.ndarray]:
