@@ -4,6 +4,7 @@ Ranks are forked from a server that has PyTorch imported, so that starting them 
 """
 
 import faulthandler
+import math
 import multiprocessing
 import os
 import signal
@@ -18,7 +19,10 @@ from typing import Any
 import torch
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["toy", "flywheel_shared.trainer", "torch.utils.tensorboard"])
+# torch._dynamo is imported by whoever shards a model first, and takes seconds.
+_context.set_forkserver_preload(
+    ["toy", "flywheel_shared.trainer", "torch._dynamo", "torch.utils.tensorboard"]
+)
 _GRACE_S = 10.0
 
 
@@ -31,11 +35,17 @@ class RanksFailed(Exception):
 
 
 def run_ranks(
-    count: int, function: Callable[..., Any], *arguments: Any, scratch: Path, timeout_s: float = 90.0
+    count: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    scratch: Path,
+    timeout_s: float = 90.0,
+    kill_after_s: float = math.inf,
 ) -> list[Any]:
     """Call `function(world, *arguments)` on `count` ranks; what each returned (tensors and plain values).
 
-    `scratch` takes what ranks print. A rank that fails gives the others 10 s to notice.
+    `scratch` takes what ranks print. A rank that fails gives the others 10 s to notice. After
+    `kill_after_s`, counted from rank 0's first line, all of them are killed.
     """
     scratch.mkdir(parents=True, exist_ok=True)
     port = _free_port()
@@ -46,9 +56,15 @@ def run_ranks(
     for process in processes:
         process.start()
     deadline = time.monotonic() + timeout_s
+    first_line = math.inf
     while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
         if any(p.exitcode not in (None, 0) for p in processes):
             deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if first_line == math.inf and printed(scratch, 0):
+            first_line = time.monotonic()
+        if time.monotonic() > first_line + kill_after_s:
+            for process in processes:
+                process.kill()
         time.sleep(0.02)
     late = [p for p in processes if p.is_alive()]
     for process in late:  # faulthandler answers with the stacks of all threads
@@ -68,7 +84,8 @@ def run_ranks(
 
 def printed(scratch: Path, rank: int) -> str:
     """What a rank wrote on stdout and stderr."""
-    return (scratch / f"{rank}.txt").read_text(errors="replace")
+    path = scratch / f"{rank}.txt"
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def _free_port() -> int:

@@ -1,6 +1,8 @@
 """A run that was interrupted ends as if it had not been, bit for bit."""
 
+import contextlib
 import json
+import math
 import os
 import signal
 import time
@@ -9,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ranks import RanksFailed, printed, run_ranks
@@ -170,6 +173,29 @@ def test_the_average_lags_behind_the_weights(runs):
     name = "blocks.0.up.weight"
     assert not torch.equal(found[f"ema..{name}"], found[f"model..{name}"])
     assert torch.equal(found["ema..scale"], found["model..scale"])
+
+
+@pytest.mark.slow
+def test_kills_at_any_moment_lose_nothing(tmp_path):
+    """Both ranks killed again and again while every step is being saved: the end is that of a quiet run."""
+    often = {"max_steps": 16, "checkpoint_every": 1, "keep_last": 2}
+    quiet, killed = tmp_path / "quiet", tmp_path / "killed"
+    run_ranks(2, run_often, str(quiet), often, scratch=tmp_path / "quiet_ranks")
+    random = np.random.default_rng(0)
+    resumed, last = 0, [math.inf]
+    for attempt, kill_after_s in enumerate([*random.uniform(0, 3, 8), *last]):
+        scratch = tmp_path / f"attempt{attempt}"
+        with contextlib.suppress(RanksFailed):
+            run_ranks(2, run_often, str(killed), often, scratch=scratch, kill_after_s=kill_after_s)
+        resumed += "resumed from" in printed(scratch, 0)
+        assert "passed over" not in printed(scratch, 0)
+    assert resumed >= 3
+    assert losses(killed) == losses(quiet)
+    assert_equal_to_the_bit(contents(killed, 16), contents(quiet, 16))
+
+
+def run_often(world: World, folder: str, often: dict[str, int]) -> int:
+    return run(world, folder, **often)
 
 
 def loaded(world: World, folder: str, replicate: int, save_to: str | None) -> dict[str, Any]:
