@@ -61,7 +61,11 @@ def test_actions_depend_on_what_was_seen_before_and_on_the_state():
     model = random_model()
     given = inputs(model)
     _, action = model(**given)
-    for name, where in (("clean", (slice(None), slice(None), 0)), ("state", (slice(None), 0)), ("clip_feature", ...)):
+    for name, where in (
+        ("clean", (slice(None), slice(None), 0)),
+        ("state", (slice(None), 0)),
+        ("clip_feature", ...),
+    ):
         changed = given | {name: given[name].clone()}  # a shift alone would vanish in norms
         changed[name][where] += 1
         assert (model(**changed)[1][:, :4] - action[:, :4]).abs().max() > 1e-4, name

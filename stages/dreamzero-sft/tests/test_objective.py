@@ -46,7 +46,9 @@ class Oracle(torch.nn.Module):
 
     def forward(self, noisy, clean, time, action, action_time, *rest):
         video = (noisy - self.data.latents) / (time / 1000)[:, None, :, None, None]
-        return video + self.error, (action - self.data.actions) / (action_time / 1000)[:, :, None] + self.error
+        return video + self.error, (action - self.data.actions) / (action_time / 1000)[
+            :, :, None
+        ] + self.error
 
 
 def loss_of(model, data, seed=0, settings=SETTINGS):
@@ -85,7 +87,9 @@ def test_a_batch_with_nothing_that_counts_has_no_loss_and_no_nan():
 def test_weights_of_the_terms_scale_them():
     data = batch()
     one = loss_of(Oracle(data, error=1.0), data)
-    two = loss_of(Oracle(data, error=1.0), data, settings=ObjectiveSettings(video_weight=0.5, action_weight=3.0))
+    two = loss_of(
+        Oracle(data, error=1.0), data, settings=ObjectiveSettings(video_weight=0.5, action_weight=3.0)
+    )
     expected = 0.5 * one["loss/video"] + 3 * one["loss/action"]
     torch.testing.assert_close(two["loss"], expected)
 

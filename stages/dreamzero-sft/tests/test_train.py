@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dreamzero_tiny import LAPTOP, SMALL, rows_of, write_corpus
-from flywheel_shared.policy_protocol import PolicyClient, PolicyError
-from flywheel_shared.policy_server import serve_in_background
 from safetensors.torch import save_file
 
 from dreamzero_sft.policy import DreamZeroPolicy
+from flywheel_shared.policy_protocol import PolicyClient, PolicyError
+from flywheel_shared.policy_server import serve_in_background
 
+pytestmark = pytest.mark.distributed
 STEPS = 12
 
 
@@ -29,9 +30,21 @@ def command(root: Path, verb: str, *more: str) -> list[str]:
 
 
 def train(root: Path, *more: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    words = ["--nproc", "2", "--device", "cpu", "--timeout-s", "60", "--set", f"trainer.max_steps={STEPS}", *more]
+    words = [
+        "--nproc",
+        "2",
+        "--device",
+        "cpu",
+        "--timeout-s",
+        "60",
+        "--set",
+        f"trainer.max_steps={STEPS}",
+        *more,
+    ]
     words += ["--set", "trainer.checkpoint_every=4"]
-    done = subprocess.run(command(root, "train", *words), capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command(root, "train", *words), capture_output=True, text=True, timeout=240, check=False
+    )
     assert not check or done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -111,7 +124,9 @@ def test_another_model_in_the_same_run_is_refused(trained):
 
 
 def test_a_missing_corpus_is_one_line(tmp_path):
-    done = subprocess.run(command(tmp_path, "metadata"), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command(tmp_path, "metadata"), capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 2
     assert str(tmp_path / "corpus" / "libero") in done.stderr
     assert done.stderr.count("\n") == 1
@@ -187,8 +202,9 @@ def test_the_server_announces_itself_and_stops_on_sigterm(export, tmp_path):
 
 
 def test_an_export_without_a_tensor_is_refused(export, tmp_path):
-    from flywheel_shared.errors import UserError
     from safetensors.torch import load_file
+
+    from flywheel_shared.errors import UserError
 
     broken = tmp_path / "export"
     shutil.copytree(export, broken)

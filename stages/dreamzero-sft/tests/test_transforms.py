@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from flywheel_shared.errors import UserError
 
 from dreamzero_sft.samples import first_frame_condition, latent_mask
 from dreamzero_sft.statistics import build_metadata, read_metadata, summarise
 from dreamzero_sft.transforms import QuantileNorm, Transform, ViewSettings
+from flywheel_shared.errors import UserError
 
 
 def test_quantile_norm_maps_percentiles_to_the_ends_and_back():
@@ -40,7 +40,9 @@ def test_a_request_and_a_training_frame_become_the_same_picture():
     frames = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8)
     whole_episode = transform.resize(frames)
     for index in range(6):
-        torch.testing.assert_close(transform.resize(frames[index : index + 1]), whole_episode[index : index + 1])
+        torch.testing.assert_close(
+            transform.resize(frames[index : index + 1]), whole_episode[index : index + 1]
+        )
     picture = transform.picture([whole_episode[None], whole_episode[None]])
     assert picture.shape == (1, 3, 6, 16, 32)
     assert -1 <= picture.min() <= picture.max() <= 1
