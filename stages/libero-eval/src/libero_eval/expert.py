@@ -13,6 +13,7 @@ GRASP_Y = 0.037  # beside the bowl's centre, on its rim: 2.0 to 5.5 cm succeed a
 GRASP_Z = 0.022  # above the bowl's centre
 HOVER = 0.10  # height of the funnel
 CARRY = 0.085
+ON_TOP = 0.2  # what is so far above the goal stands on furniture
 PLACE_Z = 0.035  # above the plate's centre
 SLOPE = 5.0  # of the funnel
 HELD_FINGERS = 0.012  # opening (m) below which the fingers have closed
@@ -68,6 +69,10 @@ class Expert:
         rise = low + min(CARRY, SLOPE * max(0.0, distance - 0.012)) - gripper[2]
         if gripper[2] < goal[2] + 0.075 and distance > 0.05:  # lift first
             error = 0.2 * error
+        if gripper[2] > goal[2] + ON_TOP and distance > 0.05:  # from a cabinet: off it, then over the plate, then down
+            rise = goal[2] + ON_TOP + 0.11 - gripper[2]
+            if rise > 0.04:
+                error = 0.2 * error
         release = distance < 0.015 and gripper[2] < low + 0.012
         return _command(error, rise, OPEN if release else CLOSED)
 
