@@ -69,7 +69,7 @@ class Expert:
         rise = low + min(CARRY, SLOPE * max(0.0, distance - 0.012)) - gripper[2]
         if gripper[2] < goal[2] + 0.075 and distance > 0.05:  # lift first
             error = 0.2 * error
-        if gripper[2] > goal[2] + ON_TOP and distance > 0.05:  # from a cabinet: off it, then over the plate, then down
+        if gripper[2] > goal[2] + ON_TOP and distance > 0.05:  # off the cabinet, over the goal, then down
             rise = goal[2] + ON_TOP + 0.11 - gripper[2]
             if rise > 0.04:
                 error = 0.2 * error
