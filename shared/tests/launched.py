@@ -32,7 +32,7 @@ def main(mode: str, folder: Path, nproc: int = 2) -> None:
         os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(60)
     from flywheel_shared.launch import distributed
 
-    with distributed("cpu", timeout_s=30) as world:
+    with distributed("cpu", timeout_s=60) as world:
         import torch.distributed as dist
 
         print(f"hello from {rank}", flush=True)

@@ -39,7 +39,7 @@ def run_ranks(
     function: Callable[..., Any],
     *arguments: Any,
     scratch: Path,
-    timeout_s: float = 90.0,
+    timeout_s: float = 180.0,
     kill_after_s: float = math.inf,
 ) -> list[Any]:
     """Call `function(world, *arguments)` on `count` ranks; what each returned (tensors and plain values).

@@ -31,11 +31,11 @@ def start(mode: str, folder: Path, *options: str, **env: str) -> subprocess.Pope
 
 def finish(mode: str, folder: Path, *options: str, **env: str) -> tuple[int, str, str]:
     process = start(mode, folder, *options, **env)
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=240)
     return process.returncode, out, err
 
 
-def wait_for(*paths: Path, seconds: float = 60) -> None:
+def wait_for(*paths: Path, seconds: float = 180) -> None:
     deadline = time.monotonic() + seconds
     while not all(path.exists() for path in paths):
         assert time.monotonic() < deadline, f"{paths} did not appear"
@@ -148,7 +148,7 @@ def test_sigterm_reaches_all_ranks_and_their_saves_are_waited_for(tmp_path, code
     process = start("stop", tmp_path)
     wait_for(tmp_path / "ready0", tmp_path / "ready1")
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=240)
     assert (process.returncode, err) == (code, "")
     assert (tmp_path / "saved0").exists()
     assert (tmp_path / "saved1").exists()
@@ -194,7 +194,7 @@ def test_two_nodes_of_a_jobset_make_one_run(tmp_path):
         )
         for node in (0, 1)
     ]
-    said = [node.communicate(timeout=90) for node in nodes]
+    said = [node.communicate(timeout=240) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], said
     lines = sorted(line for out, _ in said for line in out.splitlines())
     assert lines == [f"hello from {rank}" for rank in range(4)]
