@@ -66,8 +66,8 @@ def test_actions_depend_on_what_was_seen_before_and_on_the_state():
         ("state", (slice(None), 0)),
         ("clip_feature", ...),
     ):
-        changed = given | {name: given[name].clone()}  # a shift alone would vanish in norms
-        changed[name][where] += 1
+        changed = given | {name: given[name].clone()}
+        changed[name][where] += torch.randn_like(changed[name][where])  # a shift alone would vanish in norms
         assert (model(**changed)[1][:, :4] - action[:, :4]).abs().max() > 1e-4, name
 
 

@@ -106,7 +106,7 @@ def test_a_run_ended_by_sigterm_goes_on_bit_for_bit(trained, tmp_path):
                 process.send_signal(signal.SIGTERM)
                 break
         process.stdout.read()
-        process.wait(60)
+        assert process.wait(60) == 143
     stopped_at = json.loads((latest(tmp_path) / "commit.json").read_text())["step"]
     assert 5 <= stopped_at < STEPS
     train(tmp_path)

@@ -59,7 +59,9 @@ def train(
     from dreamzero_sft.train import train as run
 
     with distributed(device, timeout_s) as world:
-        run(parsed, root, world)
+        steps = run(parsed, root, world)
+    if steps < parsed.trainer.max_steps:
+        raise typer.Exit(143)  # stopped by SIGTERM, saved: a launcher must not take the run for done
 
 
 @app.command()

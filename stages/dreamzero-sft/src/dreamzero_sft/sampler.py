@@ -66,9 +66,10 @@ def sample_block(
         model.observe(latent, 0, cache, ctx, None if y is None else y[:, :, :1])
 
     video_scheduler, action_scheduler = schedulers(settings)
-    for time in video_scheduler.timesteps:
-        times_v = torch.full((batch, s.num_frame_per_block), float(time), device=latent.device)
-        times_a = torch.full((batch, s.num_action_per_block), float(time), device=latent.device)
+    # The scheduler's own times are cut to whole numbers; the model is told the noise level that there is.
+    for time, sigma in zip(video_scheduler.timesteps, video_scheduler.sigmas.tolist(), strict=False):
+        times_v = torch.full((batch, s.num_frame_per_block), 1000 * sigma, device=latent.device)
+        times_a = torch.full((batch, s.num_action_per_block), 1000 * sigma, device=latent.device)
         block_y = None if y is None else y[:, :, 1:]
         velocities = [
             model.denoise(video, times_v, action, times_a, state, 1, cache, ctx, block_y)
