@@ -140,7 +140,10 @@ def test_nothing_is_left_running(root):
 def test_a_finished_run_does_nothing_more(root):
     before = (root / "report.html").stat().st_mtime_ns
     again = start(root)
-    output, _ = again.communicate(timeout=60)
+    try:
+        output, _ = again.communicate(timeout=60)
+    finally:
+        again.terminate()  # in vain where it has ended; else it is doing a step again
     assert again.returncode == 0
     assert output.count("already done") == 7
     assert (root / "report.html").stat().st_mtime_ns == before
