@@ -150,7 +150,7 @@ def test_noise_pushes_the_open_gripper_aside_and_leaves_the_closed_one():
 
 def test_a_task_that_is_not_there_ends_in_one_line(tmp_path):
     command = [COMMAND, "record", "--tasks", "12", "--output", str(tmp_path / "libero")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2
     assert [line for line in ended.stderr.splitlines() if "tasks 0 to 9, found 12" in line]
     assert "Traceback" not in ended.stderr
