@@ -68,7 +68,8 @@ def _closing_lines(root: Path) -> str:
     from flywheel_infra.run_folder import evaluations
 
     lines = [f"{evaluation.title}: {evaluation.sentence()}" for evaluation in evaluations(root)]
-    return "\n".join(["", *lines, f"report: {root / 'report.html'}"])
+    page = root / "report.html"
+    return "\n".join(["", *lines, *([f"report: {page}"] if page.is_file() else [])])
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
