@@ -97,7 +97,7 @@ def training_facts(root: Path, training: Training, ledger: Ledger) -> Pairs:
             pairs.append((name, form.format(value)))
     peak, rate = training.largest("mem/peak_gib"), training.largest("train/lr")
     if rate is not None:
-        pairs.append(("Learning rate", f"{rate:g} at its peak"))
+        pairs.append(("Learning rate", f"{rate:.2g} at its peak"))
     if peak is not None:
         pairs.append(("Peak memory", f"{peak:.2f} GiB a rank"))
     return pairs
