@@ -10,7 +10,7 @@ from dreamzero_sft.model import ModelSettings
 LAPTOP = Path(__file__).parents[1] / "recipes" / "laptop.toml"
 SMALL = [  # the laptop's recipe, smaller still
     "model.dim=32", "model.ffn_dim=64", "model.num_heads=2", "model.num_layers=2", "model.hidden_size=16",
-    "views.height=32", "views.width=32", "trainer.log_every=1", "trainer.warmup_steps=2", "data.batch_size=2",
+    "views.height=32", "views.width=32", "trainer.log_every=1", "trainer.warmup_steps=2", "data.batch_size=8",
 ]  # fmt: skip
 
 
