@@ -15,6 +15,7 @@ from libero_eval.settings import Rendering, Suite
 
 os.environ.setdefault("MUJOCO_GL", "egl")
 CAMERAS = ("agentview", "robot0_eye_in_hand")
+PLACEMENTS = 100  # draws before a scene is given up
 SETTLE_S = 0.5  # objects come to rest before an episode begins
 OPEN, CLOSED = -1.0, 1.0  # gripper commands
 STATE_DIM, ACTION_DIM = 8, 7
@@ -102,7 +103,7 @@ class Simulator:
         saved = np.random.get_state()
         np.random.seed(int(rng.integers(2**32)))  # robosuite places fixtures by numpy's global generator
         try:
-            self._outer.reset()
+            self._place_objects()
         finally:
             np.random.set_state(saved)
         self._prepare_rendering()
@@ -111,6 +112,16 @@ class Simulator:
         if spread_m:
             self._displace(spread_m, rng)
             self._settle()
+
+    def _place_objects(self) -> None:
+        """A soft reset. LIBERO's own wrapper tries for ever, whatever the error; here only what chance can mend."""
+        from robosuite.utils.errors import RandomizationError
+
+        for _ in range(PLACEMENTS):
+            with contextlib.suppress(RandomizationError):
+                self._env.reset()
+                return
+        raise RuntimeError(f"no free placement of the objects of '{self.instruction}' in {PLACEMENTS} draws")
 
     def step(self, action: np.ndarray) -> bool:
         """Execute an action [7] (OSC pose deltas in [-1, 1], gripper -1 open, +1 closed); whether the task is done."""
