@@ -148,9 +148,9 @@ def _candidates() -> Iterator[str]:
         if path:
             yield path
     # A pyenv shim on the PATH fails unless pyenv is told a version, so its folders are looked at directly.
-    pyenv = _answer(["pyenv", "root"])
-    if pyenv:
-        folders = Path(pyenv).glob("versions/3.*/bin/python")
+    pyenv = Path(_answer(["pyenv", "root"]) or Path.home() / ".pyenv")
+    if pyenv.is_dir():
+        folders = pyenv.glob("versions/3.*/bin/python")
         yield from sorted(
             map(str, folders), key=lambda path: _version(Path(path).parents[1].name), reverse=True
         )
