@@ -33,7 +33,7 @@ def repository(tmp_path):
     root = tmp_path / "repository"
     for name in (
         "infra/bootstrap.py",
-        "infra/requirements-uv.lock",
+        "infra/requirements-bootstrap.lock",
         "infra/src/flywheel_infra/environments.py",
     ):
         (root / name).parent.mkdir(parents=True, exist_ok=True)

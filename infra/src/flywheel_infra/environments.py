@@ -29,7 +29,7 @@ STAMP = "flywheel-stamp.json"
 PYTHON = (3, 12)
 PYTHON_BELOW = (3, 14)  # no wheels of the locked torch beyond
 UV_MINIMUM = (0, 5, 0)
-UV_LOCK = ROOT / "infra" / "requirements-uv.lock"
+UV_LOCK = ROOT / "infra" / "requirements-bootstrap.lock"
 
 
 class SetupError(Exception):

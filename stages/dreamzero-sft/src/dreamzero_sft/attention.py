@@ -135,14 +135,13 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """Attention to text and, apart from it with keys and values of its own, to image features; outputs are added."""
 
-    def __init__(self, dim: int, heads: int, eps: float, image: bool) -> None:
+    def __init__(self, dim: int, heads: int, eps: float) -> None:
         super().__init__()
         self.heads = heads
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
         self.norm_q, self.norm_k = RMSNorm(dim, eps), RMSNorm(dim, eps)
-        if image:
-            self.k_img, self.v_img = nn.Linear(dim, dim), nn.Linear(dim, dim)
-            self.norm_k_img = RMSNorm(dim, eps)
+        self.k_img, self.v_img = nn.Linear(dim, dim), nn.Linear(dim, dim)
+        self.norm_k_img = RMSNorm(dim, eps)
 
     def forward(self, x: Tensor, text: Tensor, image: Tensor | None) -> Tensor:
         """``x [B, L, dim]``, ``text [B or 1, T, dim]``, ``image [B, I, dim]`` or None ``-> [B, L, dim]``.

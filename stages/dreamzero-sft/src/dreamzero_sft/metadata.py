@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from dreamzero_sft.recipe import Recipe
+from dreamzero_sft.samples import open_windows
 from dreamzero_sft.statistics import build_metadata, read_metadata
 from dreamzero_sft.transforms import Transform
 from flywheel_shared.errors import UserError
 from flywheel_shared.lerobot_corpus import action_state_arrays
-from flywheel_shared.lerobot_windows import EpisodeWindows
 from flywheel_shared.video import LinearVideoTokenizer
 
 CLIPS = 256  # pictures sequences the tokenizer is fitted on; its covariance has a few hundred columns
@@ -72,23 +72,13 @@ def _cameras(recipe: Recipe, corpus: Path) -> dict[str, dict[str, object]]:
 
 def fit_tokenizer(recipe: Recipe, corpus: Path, transform: Transform) -> LinearVideoTokenizer:
     """Fit the linear tokenizer on windows drawn from the whole corpus with the recipe's seed."""
-    offsets = recipe.frame_offsets[: 1 + recipe.tokenizer.temporal]
-    windows = EpisodeWindows(
-        corpus,
-        cameras=recipe.views.cameras,
-        frame_offsets=offsets,
-        state_offsets=[0],
-        action_offsets=[0],
-        state_key=recipe.data.state_key,
-        action_key=recipe.data.action_key,
-        cache_gib=recipe.data.cache_gib,
-        frame_transform=transform.resize,
-    )
+    windows = open_windows(recipe, corpus, transform)
     generator = torch.Generator().manual_seed(recipe.tokenizer.seed)
     count = min(CLIPS, len(windows))
     chosen = torch.randperm(len(windows), generator=generator)[:count].sort().values.tolist()
     frames = windows.batch(chosen)["frames"]
-    clips = transform.picture([frames[camera] for camera in recipe.views.cameras])
+    length = 1 + recipe.tokenizer.temporal  # a first frame and a group: all that the tokenizer has bases for
+    clips = transform.picture([frames[camera][:, :length] for camera in recipe.views.cameras])
     return LinearVideoTokenizer.fit(
         clips,
         patch=recipe.tokenizer.patch,

@@ -5,7 +5,7 @@ real weights load by stripping a prefix. Time runs from 0 (clean) to 1000 (noise
 """
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import model_validator
@@ -62,22 +62,19 @@ def time_sinusoid(timestep: Tensor, dim: int) -> Tensor:
     return torch.cat((phase.cos(), phase.sin()), dim=-1)
 
 
-class Modulation:
-    """Shift, scale and gate of every token, from vectors that runs of tokens share.
+def modulation_parts(vectors: Tensor, runs: Tensor, parameter: Tensor) -> tuple[Tensor, ...]:
+    """Shift, scale and gate of every token, twice, from vectors that runs of tokens share.
 
     Args:
         vectors: ``[B, R, 6, dim]``, one set a run.
         runs: run of every token, ``[L]`` int64.
+        parameter: the block's own ``[1, 6, dim]``, added to every run's.
+
+    Returns:
+        Six tensors ``[B, L, dim]``.
     """
-
-    def __init__(self, vectors: Tensor, runs: Tensor) -> None:
-        self.vectors = vectors
-        self.runs = runs
-
-    def part(self, parameter: Tensor) -> tuple[Tensor, ...]:
-        """The six (or two) parts ``[B, L, dim]`` with a block's own ``[1, parts, dim]`` parameter added."""
-        parts = (self.vectors + parameter.unsqueeze(1)).unbind(2)
-        return tuple(part.index_select(1, self.runs) for part in parts)
+    parts = (vectors + parameter.unsqueeze(1)).unbind(2)
+    return tuple(part.index_select(1, runs) for part in parts)
 
 
 class Block(nn.Module):
@@ -89,7 +86,7 @@ class Block(nn.Module):
         self.eps = settings.eps
         self.self_attn = SelfAttention(dim, settings.num_heads, settings.eps)
         self.norm3 = nn.LayerNorm(dim, eps=settings.eps)
-        self.cross_attn = CrossAttention(dim, settings.num_heads, settings.eps, image=True)
+        self.cross_attn = CrossAttention(dim, settings.num_heads, settings.eps)
         self.ffn = nn.Sequential(
             nn.Linear(dim, settings.ffn_dim), nn.GELU(approximate="tanh"), nn.Linear(settings.ffn_dim, dim)
         )
@@ -111,8 +108,8 @@ class Block(nn.Module):
         cache: KVCache | None = None,
         isolate_state: bool = True,
     ) -> Tensor:
-        """``x [B, L, dim] -> [B, L, dim]``; ``vectors [B, R, 6, dim]`` and ``runs [L]`` as in Modulation."""
-        shift1, scale1, gate1, shift2, scale2, gate2 = Modulation(vectors, runs).part(self.modulation)
+        """``x [B, L, dim] -> [B, L, dim]``; ``vectors [B, R, 6, dim]`` and ``runs [L]`` as in modulation_parts."""
+        shift1, scale1, gate1, shift2, scale2, gate2 = modulation_parts(vectors, runs, self.modulation)
         h = self._norm(x, shift1, scale1)
         if mode == "train":
             assert layout is not None
@@ -209,7 +206,7 @@ class WorldActionModel(nn.Module):
         return Layout(
             blocks=blocks,
             frames_per_block=s.num_frame_per_block,
-            tokens_per_frame=(latent.shape[-2] // s.patch_size[1]) * (latent.shape[-1] // s.patch_size[2]),
+            tokens_per_frame=math.prod(self._grid(latent)),
             actions_per_block=s.num_action_per_block,
             states_per_block=s.num_state_per_block,
             noisy_first_frame=s.noisy_first_frame,
@@ -262,9 +259,9 @@ class WorldActionModel(nn.Module):
         times, runs = self._times(timestep, timestep_action, layout)
         time = self._embed_time(times, x.dtype)
         vectors = self.time_projection(time).unflatten(-1, (6, s.dim))
-        grid = (noisy.shape[3] // s.patch_size[1], noisy.shape[4] // s.patch_size[2])
+        grid = self._grid(noisy)
         rotary = self._training_rotation(layout, grid, x)
-        text, image = self._context(context, clip_feature)
+        text, image = self.encode_context(context, clip_feature)
         for block in self.blocks:
             x = block(x, vectors, runs, rotary, text, image, layout)
 
@@ -295,7 +292,7 @@ class WorldActionModel(nn.Module):
         runs = torch.zeros(x.shape[1], dtype=torch.long, device=x.device)
         time = self._embed_time(torch.zeros(x.shape[0], 1, device=x.device), x.dtype)
         vectors = self.time_projection(time).unflatten(-1, (6, s.dim))
-        grid = (latent.shape[3] // s.patch_size[1], latent.shape[4] // s.patch_size[2])
+        grid = self._grid(latent)
         angle = video_angles(start_frame, latent.shape[2], *grid, s.dim // s.num_heads, x.device)
         for block, layer_cache in zip(self.blocks, cache, strict=True):
             x = block(
@@ -344,7 +341,7 @@ class WorldActionModel(nn.Module):
         runs = torch.cat((frame_runs, torch.arange(frames, times.shape[1], device=x.device)))
         time = self._embed_time(times, x.dtype)
         vectors = self.time_projection(time).unflatten(-1, (6, s.dim))
-        grid = (noisy.shape[3] // s.patch_size[1], noisy.shape[4] // s.patch_size[2])
+        grid = self._grid(noisy)
         angle = torch.cat(
             (
                 video_angles(start_frame, frames, *grid, s.dim // s.num_heads, x.device),
@@ -359,13 +356,15 @@ class WorldActionModel(nn.Module):
         return video, self.action_decoder(x[:, video_tokens.shape[1] :][:, :count])
 
     def encode_context(self, context: Tensor, clip_feature: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Project text and image features once, for ``observe`` and ``denoise``."""
-        return self._context(context, clip_feature)
-
-    def _context(self, context: Tensor, clip_feature: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Project text and image features; once a request for ``observe`` and ``denoise``."""
         dtype = self.patch_embedding.weight.dtype
         text = self.text_embedding(context.to(dtype))
         return text, None if clip_feature is None else self.img_emb(clip_feature.to(dtype))
+
+    def _grid(self, latent: Tensor) -> tuple[int, int]:
+        """Rows and columns of patches of latents ``[..., H, W]``."""
+        _, rows, columns = self.settings.patch_size
+        return latent.shape[-2] // rows, latent.shape[-1] // columns
 
     def _embed_time(self, times: Tensor, dtype: torch.dtype) -> Tensor:
         return self.time_embedding(time_sinusoid(times, self.settings.freq_dim).to(dtype))
@@ -444,8 +443,3 @@ def build_on_meta(settings: ModelSettings) -> WorldActionModel:
 def parameter_count(model: nn.Module) -> int:
     """Number of trainable values."""
     return sum(p.numel() for p in model.parameters())
-
-
-def settings_from_dict(values: dict[str, Any]) -> ModelSettings:
-    """Model settings as saved in a checkpoint's ``config.json``."""
-    return ModelSettings.model_validate(values)

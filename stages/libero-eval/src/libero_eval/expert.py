@@ -21,11 +21,11 @@ ALIGNED, NEAR = 0.010, 0.014
 
 
 class Expert:
-    """Grasps the target's rim on the +y or -y side and sets it on the goal."""
+    """Grasps the target's rim on the +y side and sets it on the goal."""
 
-    def __init__(self, simulator: Simulator, side: float = 1.0) -> None:
+    def __init__(self, simulator: Simulator) -> None:
         self.simulator = simulator
-        self.offset = np.array([0.0, side * GRASP_Y])
+        self.offset = np.array([0.0, GRASP_Y])
 
     def distance(self) -> float:
         """Horizontal distance (m) from the gripper to the grasp."""

@@ -93,13 +93,7 @@ def _attempt(job: Job, settings: SimulatorSection, record: RecordSection) -> Dem
     simulator = _simulators.get(job.task)
     if not isinstance(simulator, Simulator):
         _simulators.clear()  # one scene's textures at a time
-        simulator = Simulator(
-            settings.suite,
-            job.task,
-            rate_hz=settings.rate_hz,
-            size=settings.size,
-            rendering=settings.rendering,
-        )
+        simulator = Simulator.of(settings, job.task)
         _simulators[job.task] = simulator
     simulator.reset(job.init_state, record.spread_m, job.seed)
     return demonstrate(simulator, job, record)

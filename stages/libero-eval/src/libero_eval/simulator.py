@@ -6,12 +6,12 @@ import math
 import os
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from flywheel_shared.errors import UserError
-from libero_eval.settings import Rendering, Suite
+from libero_eval.settings import Rendering, SimulatorSection, Suite
 
 os.environ.setdefault("MUJOCO_GL", "egl")
 CAMERAS = ("agentview", "robot0_eye_in_hand")
@@ -75,6 +75,13 @@ class Simulator:
         self.target, self.goal = self._env.obj_of_interest[:2]
         self._observation: dict[str, np.ndarray] = {}
         self._prepared = False
+
+    @classmethod
+    def of(cls, section: SimulatorSection, task: int) -> Self:
+        """The task as a recipe's [simulator] asks for it."""
+        return cls(
+            section.suite, task, rate_hz=section.rate_hz, size=section.size, rendering=section.rendering
+        )
 
     @property
     def initial_states(self) -> int:

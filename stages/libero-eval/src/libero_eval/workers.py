@@ -148,13 +148,7 @@ def _work(connection: Connection, assignment: Assignment) -> None:
         try:
             if simulator is None or task_id != job.task_id:
                 simulator = None  # its context is freed before there is another
-                simulator = Simulator(
-                    asked.suite,
-                    job.task_id,
-                    rate_hz=asked.rate_hz,
-                    size=asked.size,
-                    rendering=asked.rendering,
-                )
+                simulator = Simulator.of(asked, job.task_id)
                 task_id = job.task_id
             session = f"{assignment.session}-{job.index}"
             episode, frames = run_episode(simulator, link, job, run, session)
