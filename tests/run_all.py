@@ -38,7 +38,7 @@ def closing_line(report: Path, elapsed_s: float) -> str:
             counts["error"] += of["errors"]
             counts["passed"] += of["tests"] - of["failures"] - of["skipped"] - of["errors"]
     sessions = json.loads(report.read_text())["sessions"] if report.is_file() else []
-    bad = [session["signature"] for session in sessions if session["result"] in ("failed", "aborted")]
+    bad = [name_of(session) for session in sessions if session["result"] in ("failed", "aborted")]
     if bad:
         print("failed sessions: " + ", ".join(bad))
     if not sessions or (bad and counts["failed"] + counts["error"] == 0):
@@ -46,6 +46,11 @@ def closing_line(report: Path, elapsed_s: float) -> str:
     said = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "no tests ran"
     minutes = f" (0:{int(elapsed_s) // 60:02d}:{int(elapsed_s) % 60:02d})" if elapsed_s >= 60 else ""
     return f" {said} in {elapsed_s:.2f}s{minutes} ".center(80, "=")
+
+
+def name_of(session: dict) -> str:
+    """`tests(shared)` rather than `tests`, where nox says so."""
+    return next(iter(session.get("signatures") or []), session["name"])
 
 
 if __name__ == "__main__":

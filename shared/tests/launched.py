@@ -35,7 +35,8 @@ def main(mode: str, folder: Path, nproc: int = 2) -> None:
     with distributed("cpu", timeout_s=60) as world:
         import torch.distributed as dist
 
-        print(f"hello from {rank}", flush=True)
+        sys.stdout.write(f"hello from {rank}\n")  # print() would write the newline apart: ranks share a pipe
+        sys.stdout.flush()
         (folder / f"pid{rank}").write_text(str(os.getpid()))
         if world.rank == 1:
             if mode == "mistake":

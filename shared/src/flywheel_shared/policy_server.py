@@ -31,12 +31,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from flywheel_shared.errors import UserError, one_line
 from flywheel_shared.policy_protocol import MAX_MESSAGE_BYTES, Policy, pack, unpack
 
 _log = logging.getLogger(__name__)
 _MSGPACK = "application/msgpack"
+# How long a client that was refused may go on sending before it is cut off.
+_LINGER_S = 2.0
 # Text takes far more memory once parsed than it has bytes; two 256 x 256 images need 1.5 MB.
 _MAX_JSON_BYTES = 4 * 2**20
 
@@ -270,6 +273,31 @@ class _OwnThread:
                 future.set_exception(error)
 
 
+class _LingeringWebSocket(WebSocketsSansIOProtocol):
+    """uvicorn's websocket, whose refusal of an oversized message reaches the client.
+
+    Closing a socket that holds unread bytes resets it, and a reset overtakes the close frame that gives the
+    reason. So the rest of the message is read and dropped for a while. `websockets-sansio` stops reading from
+    a client while its last message waits, which the older implementation does not.
+    """
+
+    refused = False
+
+    def data_received(self, data: bytes) -> None:
+        if not self.refused:
+            super().data_received(data)
+
+    def handle_parser_exception(self) -> None:
+        self.refused = True
+        self.close_sent = True
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.close_timer = self.loop.call_later(_LINGER_S, self.transport.close)
+        self.transport.resume_reading()
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": 1009})
+
+
 class _Server(uvicorn.Server):
     """uvicorn's server, which tells when it accepts requests."""
 
@@ -286,7 +314,7 @@ class _Server(uvicorn.Server):
 def _configure(app: PolicyApp) -> uvicorn.Config:
     return uvicorn.Config(
         app.asgi,
-        ws="websockets-sansio",  # stops reading from a client while its last message waits
+        ws=_LingeringWebSocket,
         ws_max_size=app.max_message_bytes,
         ws_per_message_deflate=False,
         limit_concurrency=app.max_connections + 32,  # probes and scrapes still get through
