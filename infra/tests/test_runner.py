@@ -67,6 +67,14 @@ SCRIPTS = {
         (root / "ran").open("a").write(name + "\\n")
         (root / name).write_text(answer)
         """,
+    "list.py": """
+        import pathlib, sys
+        root = pathlib.Path(sys.argv[1])
+        with (root / "ran").open("a") as ran:
+            ran.write("report\\n")
+        made = sorted(p.name for p in root.iterdir() if p.name.split("-")[0] in ("record", "train", "eval", "targets"))
+        (root / "report").write_text("\\n".join(name for name in made if "." not in name))
+        """,
 }
 
 
@@ -88,6 +96,11 @@ class Flywheel:
         needs = [source] if source != "-" else []
         self.step(name, "work.py", name, source, str(seconds), outputs=[name], needs=needs, **more)
 
+    def turn(self, name, source="-", seconds=0, **more):
+        """`work` with an output of each turn."""
+        made = f"{name}-{{turn}}"
+        self.step(name, "work.py", made, source, str(seconds), outputs=[made], **more)
+
     def command(self, *options):
         lines = ['description = "test"']
         for step in self.steps:
@@ -97,8 +110,10 @@ class Flywheel:
         program = [sys.executable, "-m", "flywheel_infra.cli", "run", "--profile", str(profile)]
         return [*program, "--root", str(self.root), *options]
 
-    def start(self):
-        return subprocess.Popen(self.command(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    def start(self, *options):
+        return subprocess.Popen(
+            self.command(*options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
 
     def run(self, *options):
         return subprocess.run(self.command(*options), capture_output=True, text=True, timeout=RUN_WITHIN_S)
@@ -292,3 +307,95 @@ def test_workers_in_sessions_of_their_own_die_with_the_run(tmp_path, wheel):
     while is_alive(worker) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not is_alive(worker)
+
+
+def two_turns(wheel, seconds=0):
+    """record once; train from it, later from the turn before too; a server; report last."""
+    wheel.work("record", turns="first")
+    wheel.turn("train", "record", turns="first", needs=["record"])
+    wheel.turn(
+        "train", "train-{previous}", turns="later", needs=["record", "targets@previous"], seconds=seconds
+    )
+    wheel.step("serve", "server.py", kind="serve", ready_file="ready", needs=["train"])
+    asks = {"server": "serve", "needs": ["serve"], "outputs": ["eval-{turn}"]}
+    wheel.step("eval", "ask.py", "{server}", "eval-{turn}", **asks)
+    wheel.turn("targets", "train-{turn}", needs=["eval", "train"])
+    wheel.step("report", "list.py", turns="last", needs=["targets"], outputs=["report"])
+
+
+FIRST_TURN = ["record", "train-1", "server", "eval-1", "targets-1"]
+SECOND_TURN = ["train-2", "server", "eval-2", "targets-2"]
+
+
+def test_turns_follow_each_other_with_outputs_and_servers_of_their_own(wheel):
+    two_turns(wheel)
+    done = wheel.run("--turns", "2")
+    assert done.returncode == 0, done.stderr
+    assert wheel.ran == [*FIRST_TURN, *SECOND_TURN, "report"]
+    assert (wheel.root / "targets-1" / "file").read_text() == "recordtrain-1targets-1"
+    assert (wheel.root / "targets-2" / "file").read_text() == "recordtrain-1train-2targets-2"
+    assert "[6/10] train@2: done" in done.stdout
+    assert "6-train@2.log" in wheel.record("train@2")["log"]
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert str(wheel.root) not in listed
+
+
+def test_a_second_turn_goes_on_from_a_finished_first_one(wheel):
+    two_turns(wheel)
+    assert wheel.run().returncode == 0
+    assert wheel.ran == [*FIRST_TURN, "report"]
+    assert wheel.run("--turns", "2").returncode == 0
+    assert wheel.ran == [*FIRST_TURN, "report", *SECOND_TURN, "report"]
+    assert (wheel.root / "report").read_text().split() == [
+        "eval-1", "eval-2", "record", "targets-1", "targets-2", "train-1", "train-2"
+    ]  # fmt: skip
+    assert wheel.run("--turns", "2").returncode == 0
+    assert len(wheel.ran) == len([*FIRST_TURN, "report", *SECOND_TURN, "report"]), "nothing is left to do"
+
+
+def test_a_run_killed_in_its_second_turn_goes_on_there(wheel):
+    two_turns(wheel, seconds=3)
+    run = wheel.start("--turns", "2")
+    wait_for(wheel.root / "train-2.pid")
+    run.kill()
+    run.communicate(timeout=RUN_WITHIN_S)
+    again = wheel.run("--turns", "2")
+    assert again.returncode == 0, again.stderr
+    assert wheel.ran == [*FIRST_TURN, "train-2", *SECOND_TURN, "report"]
+    assert (wheel.record("train")["attempts"], wheel.record("train@2")["attempts"]) == (1, 2)
+
+
+def test_what_changed_in_a_later_turn_reruns_that_and_what_follows(wheel):
+    two_turns(wheel)
+    wheel.run("--turns", "2")
+    (later,) = [step for step in wheel.steps if step["name"] == "train" and step["turns"] == "later"]
+    later["argv"].append("ignored")
+    before = len(wheel.ran)
+    assert wheel.run("--turns", "2").returncode == 0
+    assert wheel.ran[before:] == [*SECOND_TURN, "report"]
+    assert wheel.run("--turns", "2", "--from", "targets@2").returncode == 0
+    assert wheel.ran[before:] == [*SECOND_TURN, "report", "targets-2", "report"]
+
+
+def test_mistakes_about_turns_are_one_line_before_anything_runs(wheel):
+    two_turns(wheel)
+    wheel.steps[-2]["outputs"] = ["targets"]
+    for options, said in [
+        (["--turns", "2"], "step targets: every turn would make the same targets"),
+        (["--from", "train@2"], "--from train@2: no such step; the profile has: record, train, serve"),
+        (["--turns", "0"], "--turns"),
+    ]:
+        done = wheel.run(*options)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert said in done.stderr
+    assert wheel.ran == []
+
+
+def test_a_failure_in_a_later_turn_names_it(wheel):
+    wheel.turn("a")
+    wheel.step("broken", "fail.py", turns="later")
+    done = wheel.run("--turns", "2")
+    assert done.returncode == 1
+    assert "step 'broken@2' failed with exit code 3" in done.stderr
+    assert "3-broken@2.log" in done.stderr
+    assert wheel.ran == ["a-1", "a-2"]

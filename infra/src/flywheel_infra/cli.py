@@ -26,7 +26,12 @@ def run(
         str, typer.Option(help="A name in infra/profiles, or a path of a .toml file.")
     ] = "laptop",
     root: Annotated[Path | None, typer.Option(help="Folder of the run [default: runs/<profile>].")] = None,
-    start: Annotated[str | None, typer.Option("--from", help="Rerun from this step on.")] = None,
+    turns: Annotated[
+        int, typer.Option(min=1, help="How often the loop is run, each turn on what the one before made.")
+    ] = 1,
+    start: Annotated[
+        str | None, typer.Option("--from", help="Rerun from this step on; train@2 is turn 2's.")
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Rerun everything.")] = False,
 ) -> None:
     """Run a profile's steps in order; a second call goes on where the first one stopped."""
@@ -42,7 +47,7 @@ def run(
         signal.signal(stop, _stop)
     try:
         with Progress() as progress:
-            runner.run(name, steps, folder, start, fresh, progress)
+            runner.run(name, steps, turns, folder, start, fresh, progress)
             progress.say(_closing_lines(folder))
     except environments.SetupError as error:
         raise UserError(str(error)) from None

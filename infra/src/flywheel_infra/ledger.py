@@ -50,6 +50,7 @@ class Ledger(BaseModel):
     profile: str
     commit: str
     machine: dict[str, str | int | float]
+    turns: int = 1  # what the last run was asked for; the folder may hold more
     setup_s: float = 0.0  # environments and system packages, over all attempts
     steps: dict[str, StepRecord] = {}
 

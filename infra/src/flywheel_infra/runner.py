@@ -1,4 +1,4 @@
-"""Run a profile's steps in order; go on where the last run of the same folder stopped.
+"""Run a profile's steps in order, turn after turn; go on where the last run of the same folder stopped.
 
 A step is done if flywheel.json says so for the digest that it has now (profile.py) and its outputs are there.
 Everything else is run again, on outputs removed first - save a step that resumes, killed with this digest.
@@ -13,7 +13,7 @@ from typing import IO
 from flywheel_infra import environments, ledger, system
 from flywheel_infra.commands import Command, Server, StepFailed
 from flywheel_infra.ledger import Ledger, StepRecord
-from flywheel_infra.profile import Profile, Step
+from flywheel_infra.profile import Profile, Step, digests
 from flywheel_infra.progress import Progress
 from flywheel_shared.errors import UserError
 
@@ -21,30 +21,39 @@ HEARTBEAT_S = 5.0
 
 
 def run(
-    profile_name: str, profile: Profile, root: Path, start: str | None, fresh: bool, progress: Progress
+    profile_name: str,
+    profile: Profile,
+    turns: int,
+    root: Path,
+    start: str | None,
+    fresh: bool,
+    progress: Progress,
 ) -> None:
-    """Bring the folder `root` to the end of the profile.
+    """Bring the folder `root` to the end of `turns` turns of the profile.
 
-    `start` reruns from that step on, `fresh` all of them. Raises UserError where the folder is in use or a
-    name is unknown, SetupError where an environment cannot be made, StepFailed where a command fails.
+    `start` reruns from that step on, `fresh` all of them. Raises UserError where the folder is in use, a name
+    is unknown or turns would overwrite each other, SetupError where an environment cannot be made, StepFailed
+    where a command fails.
     """
-    names = [step.name for step in profile.steps]
+    steps = profile.unrolled(turns)
+    names = [step.name for step in steps]
     if start is not None and start not in names:
         raise UserError(f"--from {start}: no such step; the profile has: {', '.join(names)}")
     with ledger.hold(root) as lock:
         book = Ledger.load(root) if not fresh else None
         book = book or Ledger(profile=profile_name, commit="", machine={})
         book.profile, book.commit, book.machine = profile_name, ledger.commit(), ledger.machine()
+        book.turns = turns
         for name in names if fresh else names[names.index(start) :] if start else []:
             book.steps.pop(name, None)
-        _set_up(profile, root, book, progress)
-        _Run(profile, root, book, lock, progress).steps()
+        _set_up(steps, root, book, progress)
+        _Run(steps, root, book, lock, progress).run()
 
 
-def _set_up(profile: Profile, root: Path, book: Ledger, progress: Progress) -> None:
+def _set_up(steps: list[Step], root: Path, book: Ledger, progress: Progress) -> None:
     """Environments and system packages of every stage first: what is missing shows before the long work."""
     began = time.monotonic()
-    for stage in dict.fromkeys(step.stage for step in profile.steps):
+    for stage in dict.fromkeys(step.stage for step in steps):
         progress.say(f"set-up: {stage}")
         environments.ensure(stage)
         system.ensure(system.of_stage(stage))
@@ -53,18 +62,20 @@ def _set_up(profile: Profile, root: Path, book: Ledger, progress: Progress) -> N
 
 
 class _Run:
-    def __init__(self, profile: Profile, root: Path, book: Ledger, lock: IO[str], progress: Progress) -> None:
-        self.profile, self.root, self.book, self.lock, self.progress = profile, root, book, lock, progress
-        self.digests = profile.digests()
+    def __init__(
+        self, steps: list[Step], root: Path, book: Ledger, lock: IO[str], progress: Progress
+    ) -> None:
+        self.steps, self.root, self.book, self.lock, self.progress = steps, root, book, lock, progress
+        self.digests = digests(steps)
         self.servers: dict[str, tuple[Server, str]] = {}  # name of the serve step -> it and its address
 
-    def steps(self) -> None:
+    def run(self) -> None:
         """Each step that is not done, in order; a server lives from its first user to its last."""
         with ExitStack() as stack:
-            for number, step in enumerate(self.profile.steps, start=1):
+            for number, step in enumerate(self.steps, start=1):
                 if step.kind == "serve":
                     continue  # started by the first step that uses it
-                self.progress.begin(number, len(self.profile.steps), step.name)
+                self.progress.begin(number, len(self.steps), step.name)
                 if self._is_done(step):
                     self.progress.end(f"already done in {self._record(step).wall_s:.0f} s")
                     continue
@@ -132,7 +143,7 @@ class _Run:
         """Address of the server that the step uses, started where it is not running yet."""
         name = str(step.server)
         if name not in self.servers:
-            number, serve = next((n, s) for n, s in enumerate(self.profile.steps, start=1) if s.name == name)
+            number, serve = next((n, s) for n, s in enumerate(self.steps, start=1) if s.name == name)
             _remove(self.root / str(serve.ready_file))
             record = self._begin(number, serve)
             server = Server(serve, self.root, self.root / record.log, self.lock)
@@ -144,7 +155,7 @@ class _Run:
         return self.servers[name][1]
 
     def _stop_servers_after(self, number: int) -> None:
-        waiting = {step.server for step in self.profile.steps[number:] if not self._is_done(step)}
+        waiting = {step.server for step in self.steps[number:] if not self._is_done(step)}
         for name in [name for name in self.servers if name not in waiting]:
             self.servers.pop(name)[0].stop()
 
