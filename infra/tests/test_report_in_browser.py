@@ -42,16 +42,27 @@ def browser():
         chromium.close()
 
 
+def page_of(run, folder):
+    output = folder / "report.html"
+    write_report(run, output)
+    return output.as_uri()
+
+
 @pytest.fixture(scope="module")
 def address(finished_run, tmp_path_factory):
-    output = tmp_path_factory.mktemp("page") / "report.html"
-    write_report(finished_run, output)
-    return output.as_uri()
+    return page_of(finished_run, tmp_path_factory.mktemp("page"))
+
+
+@pytest.fixture(scope="module")
+def address_of_turns(run_of_two_turns, tmp_path_factory):
+    return page_of(run_of_two_turns, tmp_path_factory.mktemp("page"))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_the_page_opens_cleanly_and_fits(browser, address, width, scheme):
+@pytest.mark.parametrize("run", ["address", "address_of_turns"])
+def test_the_page_opens_cleanly_and_fits(request, browser, run, width, scheme):
+    address = request.getfixturevalue(run)
     page = browser.new_page(viewport={"width": width, "height": 844}, color_scheme=scheme)
     troubles, requests = [], []
     page.on("console", lambda message: troubles.append(message.text))
@@ -59,7 +70,7 @@ def test_the_page_opens_cleanly_and_fits(browser, address, width, scheme):
     page.on("request", lambda request: requests.append(request.url))
     page.goto(address)
     page.wait_for_function(
-        "[...document.querySelectorAll('section > .videos video')].every(v => v.readyState >= 1)"
+        "[...document.querySelectorAll('section > .videos video, .pair video')].every(v => v.readyState >= 1)"
     )
     assert troubles == []
     assert [url for url in requests if not url.startswith(("data:", "file:"))] == []
@@ -86,6 +97,49 @@ def test_videos_curves_and_pictures_are_there(browser, address):
     curves = page.evaluate("[...document.querySelectorAll('.chart .mean')].map(c => c.getTotalLength())")
     assert len(curves) == 3
     assert min(curves) > 100
+    page.close()
+
+
+def test_turns_stand_side_by_side_on_a_phone(browser, address_of_turns):
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    page.goto(address_of_turns)
+    headings = page.locator("h2").all_inner_texts()
+    assert headings == [
+        "Data", "Rollouts", "Generated clips", "Learning: cosmos", "Learning: dreamzero", "Learning: vision-sft",
+        "What was done", "Particulars",
+    ]  # fmt: skip
+    for row in page.locator(".turns").all():
+        one, two = (card.bounding_box() for card in row.locator("> .card").all())
+        assert one["y"] == two["y"]
+        assert one["x"] + one["width"] < two["x"]
+    cells = page.locator(".turn-steps tr", has_text="cosmos-policy").locator("td[data-turn]").all()
+    one, two = (cell.bounding_box() for cell in cells)
+    assert one["y"] == two["y"]
+    assert one["x"] + one["width"] < two["x"]
+    page.close()
+
+
+def test_both_turns_have_a_curve_of_their_own_in_each_chart(browser, address_of_turns):
+    page = browser.new_page()
+    page.goto(address_of_turns)
+    strokes = page.evaluate(
+        "[...document.querySelectorAll('.chart')].map(c => [...c.querySelectorAll('.mean')]"
+        ".map(m => getComputedStyle(m).stroke))"
+    )
+    assert len(strokes) == 9
+    assert all(len(set(colours)) == 2 for colours in strokes)
+    page.close()
+
+
+def test_generated_clips_play_beside_the_real_ones(browser, address_of_turns):
+    page = browser.new_page()
+    page.goto(address_of_turns)
+    ready = "[...document.querySelectorAll('.pair video')].every(v => v.readyState >= 1)"
+    page.wait_for_function(ready)
+    durations = page.evaluate(
+        "[...document.querySelectorAll('.pair')].map(p => [...p.querySelectorAll('video')].map(v => v.duration))"
+    )
+    assert durations == [[1, 2]] * 8, "the fixture's real clips last 1 s, its generated ones 2 s"
     page.close()
 
 

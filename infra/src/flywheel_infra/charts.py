@@ -12,20 +12,26 @@ POINTS_MAX = 400  # a phone has no more pixels across
 SMOOTH_OVER = 0.04  # of the run: the width of the moving mean
 
 
-def line_chart(points: Sequence[Point], label: str) -> str:
-    """An SVG of one curve: raw values faint, their moving mean strong. `label` is read out in its place.
+def line_chart(curves: Sequence[tuple[str, Sequence[Point]]], label: str) -> str:
+    """An SVG of curves over one pair of axes: raw values faint, their moving mean strong.
 
-    The value axis is logarithmic where the values span more than one decade, else it starts at zero.
+    Each curve comes with its class for the page's style. `label` is read out in the picture's place.
+    Curves of fewer than two points are left out; the result is empty where none is left. The value axis is
+    logarithmic where the values span more than one decade, else it starts at zero.
     """
-    if len(points) < 2:
+    drawn = [(name, points) for name, points in curves if len(points) >= 2]
+    if not drawn:
         return ""
-    steps, values = [x for x, _ in points], [y for _, y in points]
-    log = min(values) > 0 and _high(values) / min(values) > 10
-    ticks = _log_ticks(min(values), _high(values)) if log else _linear_ticks(_high(values))
+    steps = [x for _, points in drawn for x, _ in points]
+    first, last = min(steps), max(steps)
+    least = min(y for _, points in drawn for _, y in points)
+    most = max(_high([y for _, y in points]) for _, points in drawn)
+    log = least > 0 and most / least > 10
+    ticks = _log_ticks(least, most) if log else _linear_ticks(most)
     low, high = (ticks[0], ticks[-1])
 
     def place(point: Point) -> str:
-        x = LEFT + (point[0] - steps[0]) / ((steps[-1] - steps[0]) or 1) * (WIDTH - LEFT - RIGHT)
+        x = LEFT + (point[0] - first) / ((last - first) or 1) * (WIDTH - LEFT - RIGHT)
         return f"{x:.1f},{row(point[1]):.1f}"
 
     def row(value: float) -> float:
@@ -38,17 +44,20 @@ def line_chart(points: Sequence[Point], label: str) -> str:
         y = row(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 7}" y="{y + 3.5:.1f}" text-anchor="end">{tick:g}</text>')
-    for step, anchor in ((steps[0], "start"), ((steps[0] + steps[-1]) / 2, "middle"), (steps[-1], "end")):
+    for step, anchor in ((first, "start"), ((first + last) / 2, "middle"), (last, "end")):
         along = place((step, low)).partition(",")[0]
         parts.append(
             f'<text class="tick" x="{along}" y="{HEIGHT - 10}" text-anchor="{anchor}">{step:,.0f}</text>'
         )
-    raw, mean = thin(points, POINTS_MAX), thin(smooth(points), POINTS_MAX)
-    parts.append(f'<polyline class="raw" points="{" ".join(map(place, raw))}"/>')
-    parts.append(f'<polyline class="mean" points="{" ".join(map(place, mean))}"/>')
-    across, down = place(mean[-1]).split(",")
-    parts.append(f'<circle class="dot" cx="{across}" cy="{down}" r="3.5"/></svg>')
-    return "".join(parts)
+    for name, points in drawn:
+        raw, mean = thin(points, POINTS_MAX), thin(smooth(points), POINTS_MAX)
+        parts.append(
+            f'<g class="{escape(name)}"><polyline class="raw" points="{" ".join(map(place, raw))}"/>'
+        )
+        parts.append(f'<polyline class="mean" points="{" ".join(map(place, mean))}"/>')
+        across, down = place(mean[-1]).split(",")
+        parts.append(f'<circle class="dot" cx="{across}" cy="{down}" r="3.5"/></g>')
+    return "".join([*parts, "</svg>"])
 
 
 def smooth(points: Sequence[Point]) -> list[Point]:

@@ -70,9 +70,12 @@ def report(
 
 
 def _closing_lines(root: Path) -> str:
-    from flywheel_infra.run_folder import evaluations
+    from flywheel_infra.ledger import Ledger
+    from flywheel_infra.run_folder import evaluations, titles
 
-    lines = [f"{evaluation.title}: {evaluation.sentence()}" for evaluation in evaluations(root)]
+    ledger = Ledger.load(root)
+    found = evaluations(root, ledger) if ledger else []
+    lines = [f"{title}: {one.sentence()}" for title, one in zip(titles(found), found, strict=True)]
     page = root / "report.html"
     return "\n".join(["", *lines, *([f"report: {page}"] if page.is_file() else [])])
 

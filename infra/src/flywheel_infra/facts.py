@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from flywheel_infra import run_folder
+from flywheel_infra import clips, run_folder
+from flywheel_infra.corpora import KINDS, Corpus, corpora, recording
 from flywheel_infra.environments import folder_of
 from flywheel_infra.ledger import Ledger
 from flywheel_infra.run_folder import Evaluation, Training
@@ -24,28 +25,35 @@ class Facts:
 
     def __init__(self, root: Path, ledger: Ledger) -> None:
         self.root, self.ledger = root, ledger
+        self.evaluations = run_folder.evaluations(root, ledger)
+        self.trainings = run_folder.trainings(root, ledger)
+        self.corpora = corpora(root, ledger)
 
     def made(self, step: str) -> str:
         """What the step's outputs hold, read from them; the verb's name where nothing is known."""
         record = self.ledger.steps[step]
         lines = [line for output in record.outputs for line in self._describe(self.root / output)]
-        return "; ".join(lines) or ("a policy server, ready" if "serve" in record.argv else step)
+        return "; ".join(lines) or ("a server, ready" if "serve" in record.argv else step)
 
     def _describe(self, path: Path) -> list[str]:
-        if (path / "meta" / "info.json").is_file():
-            info = run_folder.read_json(path / "meta" / "info.json")
-            made = f"{info['total_episodes']} demonstrations, {info['total_frames']:,} frames"
-            said = run_folder.recording(path)
-            return [made, f"{said.failed} failed attempts left out"] if said and said.failed else [made]
-        if (path / "metrics.jsonl").is_file():
-            training = next(run for run in run_folder.trainings(self.root) if run.name == path.name)
-            saves = len([child for child in path.glob("iter_*") if child.is_dir()])
-            return [
-                f"{training.last_step:,} optimiser steps, {saves} checkpoint{'s' if saves != 1 else ''} kept"
-            ]
-        if (path / "results.json").is_file():
-            evaluation = next(run for run in run_folder.evaluations(self.root) if run.name == path.name)
-            return [f"{evaluation.success_once.trials} episodes with the {evaluation.title}"]
+        for corpus in self.corpora:
+            if corpus.path == path:
+                kind = "labelled episodes" if corpus.kind == "labelled" else "demonstrations"
+                made = f"{corpus.info['total_episodes']} {kind}, {corpus.info['total_frames']:,} frames"
+                said = recording(path)
+                return [made, f"{said.failed} failed attempts left out"] if said and said.failed else [made]
+        for training in self.trainings:
+            if path == self.root / "checkpoints" / training.name:
+                saves = len([child for child in path.glob("iter_*") if child.is_dir()])
+                kept = f"{_counted(saves, 'checkpoint')} kept"
+                return [f"{training.last_step:,} optimiser steps, {kept}"]
+        for evaluation in self.evaluations:
+            if evaluation.folder == path:
+                return [f"{evaluation.success_once.trials} episodes with the {evaluation.title}"]
+        if (path / clips.ROWS).is_file():
+            return [_counted(len(run_folder.read_lines(path / clips.ROWS)), "clip")]
+        if path.suffix == ".jsonl" and path.is_file():
+            return [_counted(len(run_folder.read_lines(path)), "target")]
         if list(path.glob("model*.safetensors")):
             return [f"{run_folder.parameters(path):,} parameters as safetensors"]
         if path.suffix == ".html":
@@ -53,9 +61,9 @@ class Facts:
         return ["normalisation statistics, video tokenizer"] if path.parent.name == "metadata" else []
 
 
-def corpus_facts(path: Path) -> Pairs:
+def corpus_facts(corpus: Corpus) -> Pairs:
     """Of a LeRobot v3 dataset and, where `libero-eval record` made it, its count of failures."""
-    info = run_folder.read_json(path / "meta" / "info.json")
+    info = corpus.info
     features: dict[str, Any] = info["features"]
     pictures = [name for name, feature in features.items() if feature["dtype"] in ("video", "image")]
     pairs = [
@@ -71,8 +79,12 @@ def corpus_facts(path: Path) -> Pairs:
             " and ".join(_shape(features[name]["shape"]) for name in ("observation.state", "action")),
         ),
     ]
-    if said := run_folder.recording(path):
+    if said := recording(corpus.path):
         pairs.insert(1, ("Attempts", f"{said.attempts}: {said.kept} kept, {said.failed} failed"))
+    if corpus.source is not None:
+        pairs.insert(0, ("Source", corpus.source))
+    if corpus.kind != "recorded":
+        pairs.insert(0, ("Made", KINDS[corpus.kind]))
     return pairs
 
 
@@ -83,7 +95,8 @@ def training_facts(root: Path, training: Training, ledger: Ledger) -> Pairs:
     if export.is_dir():
         pairs.append(("Parameters", f"{run_folder.parameters(export):,}"))
     pairs.append(("Steps", f"{training.last_step:,}"))
-    record = next((record for record in ledger.steps.values() if record.argv[1:2] == ["train"]), None)
+    folder = f"checkpoints/{training.name}"
+    record = next((record for record in ledger.steps.values() if folder in record.outputs), None)
     if record is not None and "--nproc" in record.argv:
         pairs.append(("Ranks", record.argv[record.argv.index("--nproc") + 1]))
     for name, metric, form in (
@@ -135,14 +148,14 @@ def machine_facts(ledger: Ledger) -> Pairs:
 def package_facts(ledger: Ledger) -> list[dict[str, Any]]:
     """Per stage the locked versions that decide numbers, and each recipe as it was asked."""
     lists = []
-    for stage in dict.fromkeys(record.stage for record in ledger.steps.values()):
+    for stage in dict.fromkeys(record.stage for record in ledger.asked().values()):
         lock = (folder_of(stage) / "requirements.lock").read_text()
         pinned = dict(re.findall(r"^([a-z0-9-]+)==([^ \\]+)", lock, flags=re.MULTILINE))
         pairs = [(name, pinned[name]) for name in PACKAGES if name in pinned]
         if pairs:
             lists.append({"title": f"Packages of {stage}", "facts": pairs})
     recipes: dict[str, list[str]] = {}
-    for name, record in ledger.steps.items():
+    for name, record in ledger.asked().items():
         if record.recipe is not None:
             recipes.setdefault(json.dumps(record.recipe), []).append(name)
     lists += [
@@ -160,6 +173,10 @@ def _flat(tables: dict[str, Any], prefix: str = "") -> Pairs:
         else:
             pairs.append((f"{prefix}{name}", _plain(value)))
     return pairs
+
+
+def _counted(count: int, thing: str) -> str:
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def _plain(value: Any) -> str:

@@ -67,6 +67,24 @@ class Ledger(BaseModel):
             where = ".".join(map(str, first["loc"])) or "the file"
             raise UserError(f"{path}: {where}: {first['msg']}; mend it, or start over with --fresh") from None
 
+    def asked(self) -> dict[str, StepRecord]:
+        """Records of the turns that the last run was asked for."""
+        return {name: record for name, record in self.steps.items() if split_turn(name)[1] <= self.turns}
+
+    def known_turns(self) -> int:
+        """How many turns the folder holds something of, those that the last run did not ask for included."""
+        return max([self.turns, *(split_turn(name)[1] for name in self.steps)])
+
+    def place(self, folder: str) -> tuple[str, int]:
+        """`dreamzero` and 2 of a folder named dreamzero-2, where the run knows so many turns.
+
+        A name that ends otherwise belongs to the first turn as it is.
+        """
+        base, _, number = folder.rpartition("-")
+        if base and number.isdecimal() and 1 <= int(number) <= self.known_turns():
+            return base, int(number)
+        return folder, 1
+
     def save(self, root: Path) -> None:
         """Write beside and rename into place."""
         beside = root / f".{LEDGER}.tmp"
@@ -75,6 +93,12 @@ class Ledger(BaseModel):
             file.flush()
             os.fsync(file.fileno())
         beside.replace(root / LEDGER)
+
+
+def split_turn(step: str) -> tuple[str, int]:
+    """`train` and 2 of the step train@2; a plain name is of the first turn, or of none."""
+    name, _, turn = step.partition("@")
+    return name, int(turn or 1)
 
 
 def now() -> str:

@@ -1,4 +1,4 @@
-"""What a run's folder holds, read for people: evaluations, training curves, data, sizes.
+"""What a run's folder holds, read for people: evaluations, training curves, sizes.
 
 Only the forms that pass between stages are read (docs/architecture.md); no stage is imported.
 """
@@ -6,11 +6,15 @@ Only the forms that pass between stages are read (docs/architecture.md); no stag
 import json
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flywheel_infra.ledger import Ledger
 from flywheel_shared.errors import UserError
+
+BLANK = "-blank"
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class Rate:
 class Evaluation:
     """One folder under eval/."""
 
-    name: str
+    policy: str
+    turn: int
     results: dict[str, Any]
     episodes: list[dict[str, Any]]
     folder: Path
@@ -82,21 +87,39 @@ class Evaluation:
         )
 
 
-def evaluations(root: Path) -> list[Evaluation]:
-    """Evaluations of the run, the sighted policy first."""
+def evaluations(root: Path, ledger: Ledger) -> list[Evaluation]:
+    """Evaluations of the turns that the run was asked for, sighted policies first, then by policy and turn.
+
+    eval/<policy>, or eval/<policy>-<turn>; a folder that was made with blanked cameras may have `-blank` at the
+    end of either part.
+    """
     found = []
     for path in sorted(root.glob("eval/*/results.json")):
+        policy, turn = ledger.place(path.parent.name.removesuffix(BLANK))
         rows = read_lines(path.with_name("episodes.jsonl"))
-        found.append(Evaluation(path.parent.name, read_json(path), rows, path.parent))
-    return sorted(found, key=lambda evaluation: evaluation.is_blank)
+        found.append(Evaluation(policy.removesuffix(BLANK), turn, read_json(path), rows, path.parent))
+    asked = [evaluation for evaluation in found if evaluation.turn <= ledger.turns]
+    return sorted(asked, key=lambda one: (one.is_blank, one.policy, one.turn))
+
+
+def titles(evaluations: Sequence[Evaluation]) -> list[str]:
+    """One an evaluation, with its policy and its turn where they differ among them."""
+    policies, turns = {one.policy for one in evaluations}, {one.turn for one in evaluations}
+    return [
+        ", ".join([one.policy] * (len(policies) > 1) + [f"turn {one.turn}"] * (len(turns) > 1) + [one.title])
+        for one in evaluations
+    ]
 
 
 @dataclass(frozen=True)
 class Training:
     """The curves of one folder under checkpoints/."""
 
-    name: str
+    name: str  # of the folder
+    model: str  # the same without its turn
+    turn: int
     rows: list[dict[str, float]] = field(repr=False)
+    sources: list[dict[str, Any]] = field(default_factory=list)  # [{"name": corpus, "episodes": count}]
 
     def series(self, metric: str) -> list[tuple[float, float]]:
         """(step, value) wherever the metric was written and is finite."""
@@ -120,53 +143,23 @@ class Training:
         return values[len(values) // 2] if values else None
 
 
-def trainings(root: Path) -> list[Training]:
-    """Every training run; a step that was repeated after a kill counts once, by its last row."""
+def trainings(root: Path, ledger: Ledger) -> list[Training]:
+    """Training runs of the turns that the run was asked for, by model and turn.
+
+    A step that was repeated after a kill counts once, by its last row. A row may name the `sources` trained on.
+    """
     found = []
     for path in sorted(root.glob("checkpoints/*/metrics.jsonl")):
         by_step: dict[float, dict[str, float]] = {}
+        sources: list[dict[str, Any]] = []
         for row in read_lines(path):
+            sources = row.pop("sources", sources)
             if "step" in row:
                 by_step[row["step"]] = by_step.get(row["step"], {}) | row
-        found.append(Training(path.parent.name, [by_step[step] for step in sorted(by_step)]))
-    return found
-
-
-@dataclass(frozen=True)
-class Recording:
-    """What `libero-eval record` says of a corpus in its meta/recording.json."""
-
-    attempts: int
-    kept: int
-    states: set[tuple[int, int]]  # (task id, initial state) that attempts began in
-
-    @property
-    def failed(self) -> int:
-        """Attempts that the simulator did not call successful, left out of the corpus."""
-        return self.attempts - self.kept
-
-
-def recording(corpus: Path) -> Recording | None:
-    """How the corpus was recorded, None where `libero-eval record` did not make it."""
-    path = corpus / "meta" / "recording.json"
-    if not path.is_file():
-        return None
-    said = read_json(path)
-    tasks, states = (_numbers(said["record"][key]) for key in ("tasks", "init_states"))
-    return Recording(said["attempts"], said["kept"], {(task, state) for task in tasks for state in states})
-
-
-def is_unseen(root: Path, evaluation: Evaluation) -> bool:
-    """Whether it is known that no demonstration began in any of the evaluation's initial states."""
-    found = [recording(path) for path in root.glob("corpus/*")]
-    tried = {(row["task_id"], row["init_state"]) for row in evaluation.episodes}
-    return bool(found) and all(one is not None and not one.states & tried for one in found)
-
-
-def _numbers(text: str) -> list[int]:
-    """Those that "0,3-5" names."""
-    ranges = [part.partition("-") for part in text.split(",")]
-    return [number for low, _, high in ranges for number in range(int(low), int(high or low) + 1)]
+        rows = [by_step[step] for step in sorted(by_step)]
+        found.append(Training(path.parent.name, *ledger.place(path.parent.name), rows, sources))
+    asked = [training for training in found if training.turn <= ledger.turns]
+    return sorted(asked, key=lambda one: (one.model, one.turn))
 
 
 def parameters(export: Path) -> int:

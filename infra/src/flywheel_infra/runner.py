@@ -126,7 +126,9 @@ class _Run:
                 started_at=ledger.now(),
             )
             (self.root / record.log).unlink(missing_ok=True)
-        self.book.steps[step.name] = record
+        order = {step.name: place for place, step in enumerate(self.steps)}
+        records = {**self.book.steps, step.name: record}
+        self.book.steps = dict(sorted(records.items(), key=lambda item: order.get(item[0], len(order))))
         self.book.save(self.root)
         return record
 
