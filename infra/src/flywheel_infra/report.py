@@ -11,7 +11,7 @@ from markupsafe import Markup
 from flywheel_infra import run_folder, side_by_side
 from flywheel_infra.charts import line_chart
 from flywheel_infra.clips import clip_folders
-from flywheel_infra.corpora import Corpus, corpora, mixes, were_demonstrated
+from flywheel_infra.corpora import Corpus, mixes, were_demonstrated
 from flywheel_infra.facts import (
     Facts,
     corpus_facts,
@@ -64,8 +64,8 @@ def colour(turn: int) -> int:
 
 def context(root: Path, ledger: Ledger) -> dict[str, Any]:
     """Everything that the template names."""
-    evaluations, trainings = run_folder.evaluations(root, ledger), run_folder.trainings(root, ledger)
-    datasets, facts = corpora(root, ledger), Facts(root, ledger)
+    facts = Facts(root, ledger)
+    evaluations, trainings, datasets = facts.evaluations, facts.trainings, facts.corpora
     # Turns and policies side by side where there are several; else the one evaluation with more room.
     several = ledger.turns > 1 or len({evaluation.policy for evaluation in evaluations}) > 1
     finished = max(

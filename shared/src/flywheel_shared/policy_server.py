@@ -295,7 +295,8 @@ class _LingeringWebSocket(WebSocketsSansIOProtocol):
             self.transport.write_eof()
         self.close_timer = self.loop.call_later(_LINGER_S, self.transport.close)
         self.transport.resume_reading()
-        self.queue.put_nowait({"type": "websocket.disconnect", "code": 1009})
+        assert self.conn.close_sent is not None
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": self.conn.close_sent.code})
 
 
 class _Server(uvicorn.Server):

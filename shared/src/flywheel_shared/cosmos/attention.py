@@ -20,8 +20,7 @@ class PackedAttention(Cosmos3AttnProcessor):
     On a GPU, variable-length flash kernels; on a CPU, samples padded to one length under a mask.
     """
 
-    def __init__(self) -> None:
-        self.layout = Layout((), ())
+    layout: Layout
 
     def __call__(
         self,
@@ -47,7 +46,7 @@ class PackedAttention(Cosmos3AttnProcessor):
         k_und_for_gen = _rotate(k_und_for_gen, cos_und, sin_und) if separate else k_und
 
         text, generated = self.layout.text, self.layout.generated
-        order = self.layout.keys.to(q_gen.device)
+        order = self.layout.keys
         keys = torch.cat((k_und_for_gen, k_gen))[order]
         values = torch.cat((v_und, v_gen))[order]
         both = [t + g for t, g in zip(text, generated, strict=True)]
@@ -103,18 +102,19 @@ def _attend_padded(
     )
     mask = None
     if not causal and len(set(k_lengths)) > 1:
-        within = (
-            torch.arange(max(k_lengths), device=q.device) < torch.tensor(k_lengths, device=q.device)[:, None]
-        )
-        mask = within[:, None, None, :]
+        mask = _real(k_lengths, q.device)[:, None, None, :]
     # Causal samples need no mask: what pads them comes after them.
     out = scaled_dot_product_attention(
         queries, keys, values, attn_mask=mask, is_causal=causal, enable_gqa=True
     ).transpose(1, 2)
     if len(set(q_lengths)) == 1:
         return out.flatten(0, 1).to(dtype)
-    real = torch.arange(max(q_lengths), device=q.device) < torch.tensor(q_lengths, device=q.device)[:, None]
-    return out[real].to(dtype)
+    return out[_real(q_lengths, q.device)].to(dtype)
+
+
+def _real(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Which places of padded samples hold tokens, bool `[samples, longest]`."""
+    return torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device)[:, None]
 
 
 def _pad(x: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -113,14 +113,3 @@ def init_from_scratch(model: Any) -> None:
             fan_in = model.action_proj_out.input_size
         std = 0.02 if name == "embed_tokens.weight" else fan_in**-0.5
         nn.init.trunc_normal_(parameter, std=std, a=-3 * std, b=3 * std)
-
-
-def build_on_meta(settings: ModelSettings) -> CosmosModel:
-    """The model without memory."""
-    with torch.device("meta"):
-        return CosmosModel.from_settings(settings)
-
-
-def parameter_count(model: nn.Module) -> int:
-    """Number of parameters."""
-    return sum(parameter.numel() for parameter in model.parameters())

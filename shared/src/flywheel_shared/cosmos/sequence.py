@@ -26,7 +26,7 @@ class Sample:
     """One clip with its prompt and, if it has any, actions.
 
     Attributes:
-        text_ids: prompt tokens, int64 `[n]`, closed by end of sequence and start of vision (see `text`).
+        text_ids: prompt tokens, int64 `[n]`, closed by end of sequence and start of vision.
         latents: float `[C, T, H, W]`.
         fps: frames a second of the video.
         clean_frames: latent frames that are given rather than made.
@@ -60,13 +60,6 @@ class Sample:
         _, frames, height, width = self.latents.shape
         return frames, -(-height // patch), -(-width // patch)
 
-    def tokens(self, patch: int) -> int:
-        """All tokens of the sample."""
-        frames, rows, columns = self.grid(patch)
-        return (
-            len(self.text_ids) + frames * rows * columns + (0 if self.actions is None else len(self.actions))
-        )
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -74,16 +67,18 @@ class Layout:
 
     Attributes:
         text, generated: tokens of each sample in the understanding and in the generation stream.
+        device: where the streams are.
     """
 
     text: tuple[int, ...]
     generated: tuple[int, ...]
+    device: torch.device
 
     @functools.cached_property
     def keys(self) -> Tensor:
         """Order of keys for the generation stream: each sample's text, then its own generated tokens.
 
-        Indices into the two streams joined, int64 `[all tokens]`.
+        Indices into the two streams joined, int64 `[all tokens]`, on the device once for all layers.
         """
         text, generated = _starts(self.text), _starts(self.generated)
         after = sum(self.text)
@@ -93,7 +88,7 @@ class Layout:
                 torch.arange(text[i], text[i] + t),
                 torch.arange(generated[i], generated[i] + g) + after,
             ]
-        return torch.cat(parts)
+        return torch.cat(parts).to(self.device)
 
 
 @dataclass(frozen=True)
@@ -102,11 +97,6 @@ class Packed:
 
     inputs: dict[str, Any]
     layout: Layout
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in all."""
-        return int(self.inputs["sequence_length"])
 
 
 def pack(samples: Sequence[Sample], noise_levels: Sequence[float] | Tensor, config: Any) -> Packed:
@@ -177,7 +167,7 @@ def pack(samples: Sequence[Sample], noise_levels: Sequence[float] | Tensor, conf
             "action_noisy_frame_indexes": action_rows,
             "action_domain_ids": [torch.tensor([samples[i].domain_id], device=device) for i in acting],
         }
-    return Packed(inputs, Layout(tuple(len(sample.text_ids) for sample in samples), tuple(generated)))
+    return Packed(inputs, Layout(tuple(len(sample.text_ids) for sample in samples), tuple(generated), device))
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
