@@ -49,7 +49,9 @@ class Saver:
 
 
 def adamw(toy: Toy) -> torch.optim.AdamW:
-    return make_adamw(toy.parameters(), learning_rate=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+    return make_adamw(
+        toy.named_parameters(), learning_rate=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1
+    )
 
 
 def steps_of(folder: Path) -> list[int]:

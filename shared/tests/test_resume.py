@@ -204,7 +204,7 @@ def loaded(world: World, folder: str, replicate: int, save_to: str | None) -> di
     toy = make_toy()
     model = shard_model(toy, mesh, list(toy.blocks), precision="fp32")
     optimizer = make_adamw(
-        toy.parameters(), learning_rate=1e-2, betas=(0.95, 0.999), eps=1e-8, weight_decay=0.0
+        toy.named_parameters(), learning_rate=1e-2, betas=(0.95, 0.999), eps=1e-8, weight_decay=0.0
     )
     average = Average(toy, 0.9)
     manager = CheckpointManager(Path(folder), world)

@@ -58,7 +58,9 @@ def global_batch() -> Tensor:
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.AdamW:
-    return make_adamw(model.parameters(), learning_rate=1e-3, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.1)
+    return make_adamw(
+        model.named_parameters(), learning_rate=1e-3, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.1
+    )
 
 
 @pytest.fixture(scope="module")

@@ -176,3 +176,33 @@ def test_a_corpus_without_any_contrast_gives_finite_latents():
     tokenizer = LinearVideoTokenizer.fit([flat], channels=4)
     assert tokenizer.encode(flat[None]).isfinite().all()
     torch.testing.assert_close(tokenizer.decode(tokenizer.encode(flat[None])), to_float(flat[None]))
+
+
+def test_the_wan_vae_stands_in_the_same_place(tmp_path):
+    """A tiny VAE of the published class: shapes of Wan 2.2, latents shifted and scaled by its own numbers."""
+    from diffusers import AutoencoderKLWan
+
+    from flywheel_shared.wan_video import WanVideoTokenizer
+
+    torch.manual_seed(0)
+    vae = AutoencoderKLWan(
+        base_dim=8, decoder_base_dim=8, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, attn_scales=[],
+        temperal_downsample=[False, True, True], is_residual=True, in_channels=12, out_channels=12,
+        patch_size=2, scale_factor_spatial=16, scale_factor_temporal=4,
+        latents_mean=[0.1, 0.2, 0.3, 0.4], latents_std=[1.0, 2.0, 3.0, 4.0],
+    )  # fmt: skip
+    vae.save_pretrained(tmp_path / "vae")
+    tokenizer = WanVideoTokenizer.load(tmp_path, torch.float32)
+    assert (tokenizer.patch, tokenizer.temporal, tokenizer.channels) == (16, 4, 4)
+    frames = torch.randint(0, 256, (2, 3, 9, 32, 64), dtype=torch.uint8)
+    latents = tokenizer.encode(frames)
+    assert latents.shape == (2, 4, 3, 2, 4)
+    plain = vae.eval().encode(frames.float() / 127.5 - 1).latent_dist.mode()
+    expected = (plain[:, 3] - 0.4) / 4
+    torch.testing.assert_close(latents[:, 3], expected, rtol=1e-5, atol=1e-5)
+    decoded = tokenizer.decode(latents)
+    torch.testing.assert_close(decoded, vae.decode(plain)[0].clamp(-1, 1), rtol=1e-4, atol=1e-4)
+    with pytest.raises(UserError, match="8 frames"):
+        tokenizer.encode(frames[:, :, :8])
+    with pytest.raises(UserError, match="no video VAE"):
+        WanVideoTokenizer.load(tmp_path / "nowhere")

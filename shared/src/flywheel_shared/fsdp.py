@@ -1,14 +1,15 @@
 """FSDP2 over a mesh: sharding, mixed precision, activation checkpointing, compilation, clipping."""
 
 import functools
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -75,6 +76,38 @@ def shard_model(
     return fully_shard(
         model, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False, shard_placement_fn=placement
     )
+
+
+@torch.no_grad()
+def fill_shards(
+    model: nn.Module,
+    device: torch.device,
+    seed: int,
+    value: Callable[[str, torch.Size, torch.Generator], Tensor],
+) -> None:
+    """Give a model that was sharded on the meta device its memory, and its parameters their first values.
+
+    `value` makes one whole parameter on the CPU, from a generator that depends on its name and the seed alone:
+    every mesh gets the same weights, and a rank holds one whole parameter at a time. Buffers must be real.
+    """
+    buffers = {name: buffer.to(device) for name, buffer in model.named_buffers()}
+    model.to_empty(device=device)
+    for name, buffer in buffers.items():
+        model.get_buffer(name).copy_(buffer)
+    for name, parameter in model.named_parameters():
+        whole = value(name, parameter.shape, generator_of(name, seed))
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            mine = distribute_tensor(whole.to(device), mesh, placements, src_data_rank=None)
+            parameter.to_local().copy_(mine.to_local())
+        else:
+            parameter.copy_(whole)
+
+
+def generator_of(name: str, seed: int) -> torch.Generator:
+    """A CPU generator for one parameter."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7]))
 
 
 def _placement(parameter: nn.Parameter, ranks: int) -> Shard | None:

@@ -1,7 +1,7 @@
 """AdamW, and its learning rate over the steps."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -10,26 +10,36 @@ from flywheel_shared.fsdp import local
 
 
 def make_adamw(
-    parameters: Iterable[nn.Parameter],
+    parameters: Iterable[tuple[str, nn.Parameter]],
     *,
     learning_rate: float,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    multipliers: Mapping[str, float] | None = None,
 ) -> torch.optim.AdamW:
-    """AdamW over the parameters that need gradients; vectors (norms, biases) are not decayed.
+    """AdamW over the named parameters that need gradients; vectors (norms, biases) are not decayed.
 
-    Its state is there from the start: so it can be saved and loaded at any step alike.
+    `multipliers` scale the learning rate of parameters whose names begin so; a group keeps its own as
+    `lr_multiplier`. The state is there from the start: so it can be saved and loaded at any step alike.
     """
-    trained = [p for p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in parameters:
+        if parameter.requires_grad:
+            found = [factor for start, factor in (multipliers or {}).items() if name.startswith(start)]
+            key = (found[-1] if found else 1.0, weight_decay if parameter.ndim > 1 else 0.0)
+            groups.setdefault(key, []).append(parameter)
     optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=learning_rate, betas=betas, eps=eps, fused=True
+        [
+            {"params": params, "weight_decay": decay, "lr_multiplier": factor, "lr": learning_rate * factor}
+            for (factor, decay), params in groups.items()
+        ],
+        lr=learning_rate,
+        betas=betas,
+        eps=eps,
+        fused=True,
     )
-    for parameter in trained:
+    for parameter in (p for params in groups.values() for p in params):
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=local(parameter).device),
             "exp_avg": torch.zeros_like(parameter, requires_grad=False),

@@ -43,6 +43,7 @@ class TrainerSettings(Section):
     Attributes:
         max_steps: optimiser steps of the whole run, resumed parts included.
         learning_rate: peak; reached after `warmup_steps`, then a cosine to `min_learning_rate_ratio` of it.
+        learning_rate_multipliers: of parameters whose names begin so.
         weight_decay: of parameters with two dims or more.
         clip_norm: gradients are scaled to this norm over all parameters at most.
         grad_accumulation: micro-batches of a step on each rank.
@@ -56,6 +57,7 @@ class TrainerSettings(Section):
 
     max_steps: int = Field(ge=1)
     learning_rate: float = Field(gt=0)
+    learning_rate_multipliers: dict[str, float] = Field(default_factory=dict)
     min_learning_rate_ratio: float = Field(default=0.0, ge=0, le=1)
     warmup_steps: int = Field(default=0, ge=0)
     weight_decay: float = Field(default=1e-5, ge=0)
@@ -172,11 +174,12 @@ def train(
     assert isinstance(model, nn.Module)
     began = time.monotonic()
     optimizer = make_adamw(
-        model.parameters(),
+        model.named_parameters(),
         learning_rate=settings.learning_rate,
         betas=settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
+        multipliers=settings.learning_rate_multipliers,
     )
     trained = [p for p in model.parameters() if p.requires_grad]
     average = Average(model, settings.ema_decay) if settings.ema_decay else None
@@ -225,7 +228,7 @@ def train(
                 min_ratio=settings.min_learning_rate_ratio,
             )
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group["lr_multiplier"]
 
             totals: dict[str, Tensor] = {}
             for micro_batch in range(settings.grad_accumulation):

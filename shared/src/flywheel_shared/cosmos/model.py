@@ -3,12 +3,16 @@
 from typing import Any
 
 import torch
-from diffusers.models.transformers.transformer_cosmos3 import Cosmos3OmniTransformer
+from diffusers.models.transformers.transformer_cosmos3 import (
+    Cosmos3OmniTransformer,
+    Cosmos3VLTextRotaryEmbedding,
+)
 from pydantic import Field
 from torch import Tensor, nn
 
 from flywheel_shared.cosmos.attention import PackedAttention
 from flywheel_shared.cosmos.sequence import Packed
+from flywheel_shared.fsdp import generator_of
 from flywheel_shared.recipe import Section
 
 
@@ -55,6 +59,16 @@ class CosmosModel(Cosmos3OmniTransformer):
         freeze_unused(self)
 
     @classmethod
+    def on_meta(cls, settings: ModelSettings) -> "CosmosModel":
+        """Build one whose parameters hold nothing yet; its buffers are real."""
+        with torch.device("meta"):
+            model = cls.from_settings(settings)
+        model.rotary_emb = Cosmos3VLTextRotaryEmbedding(
+            settings.head_dim, settings.rope_theta, settings.rope_axes_dim
+        )
+        return model
+
+    @classmethod
     def from_settings(cls, settings: ModelSettings) -> "CosmosModel":
         """Build one with weights as PyTorch and diffusers initialise them."""
         return cls(**settings.config())
@@ -92,24 +106,28 @@ def freeze_unused(model: Any) -> None:
         part.requires_grad_(False)
 
 
-def init_from_scratch(model: Any) -> None:
-    """Weights of a model that starts from nothing.
+def init_from_scratch(model: Any, seed: int = 0) -> None:
+    """Draw all weights of a model that is on one device."""
+    for name, parameter in model.named_parameters():
+        generator = generator_of(name, seed)
+        parameter.data.copy_(initial_value(model, name, parameter.shape, generator))
+
+
+def initial_value(model: Any, name: str, shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """The parameter `name` of a model that starts from nothing: float32, on the CPU.
 
     Heads that read and write latents and actions are drawn with deviation 1 / sqrt(fan-in), cut at three, with
     biases of zero, as cosmos-framework's; the rest of the linear layers likewise, so that small models train.
     """
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            if name.endswith("bias") or name.endswith("modality_embed"):
-                nn.init.zeros_(parameter)
-            continue
-        if name in ("action_proj_in.bias.weight", "action_proj_out.bias.weight"):
-            nn.init.zeros_(parameter)
-            continue
-        fan_in = parameter.shape[1]
-        if name == "action_proj_in.fc.weight":
-            fan_in = model.action_proj_in.input_size
-        elif name == "action_proj_out.fc.weight":
-            fan_in = model.action_proj_out.input_size
-        std = 0.02 if name == "embed_tokens.weight" else fan_in**-0.5
-        nn.init.trunc_normal_(parameter, std=std, a=-3 * std, b=3 * std)
+    if len(shape) == 1:
+        zero = name.endswith("bias") or name.endswith("modality_embed")
+        return torch.zeros(shape) if zero else torch.ones(shape)
+    if name in ("action_proj_in.bias.weight", "action_proj_out.bias.weight"):
+        return torch.zeros(shape)
+    fan_in = shape[1]
+    if name == "action_proj_in.fc.weight":
+        fan_in = model.action_proj_in.input_size
+    elif name == "action_proj_out.fc.weight":
+        fan_in = model.action_proj_out.input_size
+    std = 0.02 if name == "embed_tokens.weight" else fan_in**-0.5
+    return nn.init.trunc_normal_(torch.empty(shape), std=std, a=-3 * std, b=3 * std, generator=generator)

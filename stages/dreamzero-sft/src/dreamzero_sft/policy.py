@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from dreamzero_sft.conditioning import Conditioner, ConditioningSettings
@@ -18,6 +17,7 @@ from dreamzero_sft.samples import first_frame_condition
 from dreamzero_sft.statistics import read_metadata
 from dreamzero_sft.transforms import Transform, ViewSettings
 from flywheel_shared.errors import UserError
+from flywheel_shared.export_folder import read_json, read_weights
 from flywheel_shared.video import LinearVideoTokenizer
 
 
@@ -30,7 +30,7 @@ class DreamZeroPolicy:
         Raises:
             UserError: if a file of the export is missing or does not fit the model.
         """
-        config = _read_json(export / "config.json")
+        config = read_json(export / "config.json")
         if config.get("format") != "dreamzero-sft/1":
             raise UserError(
                 f"{export}/config.json: format is {config.get('format')!r}, not 'dreamzero-sft/1'"
@@ -132,38 +132,3 @@ class DreamZeroPolicy:
             found = f"{state.dtype} {list(state.shape)}"
             raise UserError(f"observation/state: {list(wanted)} finite numbers are needed, found {found}")
         return torch.from_numpy(state.astype(np.float32))[None, None]
-
-
-def read_weights(export: Path, expected: set[str]) -> dict[str, Tensor]:
-    """All tensors of an export's safetensors shards.
-
-    Raises:
-        UserError: if a shard is missing, or names differ from the model's.
-    """
-    index = export / "model.safetensors.index.json"
-    shards = (
-        sorted(set(_read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
-    )
-    weights: dict[str, Tensor] = {}
-    for shard in shards:
-        path = export / Path(shard).name
-        if not path.is_file():
-            raise UserError(f"{path}: no such file: convert the checkpoint again with dcp-convert")
-        with safe_open(path, framework="pt") as tensors:
-            weights.update({name: tensors.get_tensor(name) for name in tensors.keys()})  # noqa: SIM118
-    missing, extra = sorted(expected - weights.keys()), sorted(weights.keys() - expected)
-    if missing or extra:
-        raise UserError(
-            f"{export}: weights do not fit the model: {len(missing)} missing {missing[:3]}, "
-            f"{len(extra)} unexpected {extra[:3]}"
-        )
-    return weights
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file: is this an export of dcp-convert?") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error})") from None
