@@ -40,7 +40,7 @@ class Pace:
         self._mark = now
 
     def row(
-        self, tokens_per_step: int, flops_per_step: float | None, peak_flops: float | None
+        self, tokens_per_step: float, flops_per_step: float | None, peak_flops: float | None
     ) -> dict[str, float]:
         """time/step_s, time/data_s (s a step), perf/goodput (share of the run spent in steps).
 

@@ -161,7 +161,8 @@ def train(
         batches: this rank's micro-batches.
         folder: the run's folder.
         assets: folder whose files go into every checkpoint.
-        tokens_per_batch: tokens of a micro-batch, for the throughput.
+        tokens_per_batch: tokens of a micro-batch, for the throughput; where they vary, `loss_function` gives
+            them as "tokens" beside the losses.
         flops_per_step, peak_flops: FLOPs of a step and peak FLOP/s, of all ranks together, for the MFU.
 
     A step whose losses or gradient norm are not finite is skipped on all ranks. A request to stop on any rank
@@ -199,7 +200,11 @@ def train(
     checkpoints.say = logger.warn
     _say_how_it_begins(logger, settings, state, loaded)
     pace = Pace(began)
-    tokens_per_step = tokens_per_batch * settings.grad_accumulation * mesh.data_degree
+
+    def tokens_per_step(row: dict[str, float]) -> float:
+        counted = row.get("train/tokens", tokens_per_batch)
+        return counted * settings.grad_accumulation * mesh.data_degree
+
     model.train()
 
     def save(blocking: bool) -> bool:
@@ -263,7 +268,7 @@ def train(
             if state.step % settings.log_every == 0 or last:
                 row = state.row()
                 row |= {"train/lr": rate, "train/skipped": state.skipped}
-                row |= pace.row(tokens_per_step, flops_per_step, peak_flops)
+                row |= pace.row(tokens_per_step(row), flops_per_step, peak_flops)
                 row["mem/peak_gib"] = peak_memory_gib(world.device)
                 logger.log(state.step, row | checkpoints.row())
             if state.step % settings.checkpoint_every == 0 and not last:

@@ -1,15 +1,19 @@
 """A sharded model to train: made on the meta device, so that no rank ever holds more than its shards."""
 
+import functools
 from pathlib import Path
+from typing import Literal
 
 from torch.distributed.fsdp import FSDPModule
 
-from flywheel_shared.cosmos.model import CosmosModel, ModelSettings, initial_value
+from flywheel_shared.cosmos.model import CosmosModel, ModelSettings, freeze_text_tower, initial_value
 from flywheel_shared.fsdp import fill_shards, shard_model
 from flywheel_shared.launch import World
 from flywheel_shared.mesh import Mesh
 from flywheel_shared.trainer import TrainerSettings
 from flywheel_shared.warm_start import WarmStart, WarmStartSettings, warm_start
+
+Trained = Literal["all", "generation"]
 
 
 def build_sharded(
@@ -19,12 +23,15 @@ def build_sharded(
     world: World,
     start: WarmStartSettings | None = None,
     root: Path = Path(),
+    trained: Trained = "all",
 ) -> tuple[FSDPModule, WarmStart | None]:
     """The model over the mesh, drawn from the trainer's seed and then started warm where that is asked for.
 
     The same seed gives the same weights on every mesh. Raises `UserError` as `warm_start` does.
     """
     model = CosmosModel.on_meta(settings)
+    if trained == "generation":
+        freeze_text_tower(model)
     sharded = shard_model(
         model,
         mesh,
@@ -38,7 +45,7 @@ def build_sharded(
         model,
         world.device,
         trainer.seed,
-        lambda name, shape, generator: initial_value(model, name, shape, generator),
+        functools.partial(initial_value, model),
     )
     report = None
     if start is not None:

@@ -106,6 +106,20 @@ def freeze_unused(model: Any) -> None:
         part.requires_grad_(False)
 
 
+# What the generation stream passes through, beside the layers' `*_moe_gen` parts.
+_GENERATION = (
+    "_moe_gen", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "norm_added_", "k_norm_und_for_gen",
+    "proj_in", "proj_out", "time_embedder", "action_modality_embed",
+)  # fmt: skip
+
+
+def freeze_text_tower(model: nn.Module) -> None:
+    """Train the generation tower and its heads alone: text goes on to be read as the language model reads it."""
+    for name, parameter in model.named_parameters():
+        if not any(part in name for part in _GENERATION):
+            parameter.requires_grad_(False)
+
+
 def init_from_scratch(model: Any, seed: int = 0) -> None:
     """Draw all weights of a model that is on one device."""
     for name, parameter in model.named_parameters():

@@ -1,0 +1,6 @@
+"""Tests share vision_tiny.py."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
