@@ -72,7 +72,9 @@ def tests(session: nox.Session, package: str) -> None:
 
 
 @nox.session
-@nox.parametrize("package", ["shared", "dreamzero-sft", "vision-sft"], ids=["shared", "dreamzero-sft", "vision-sft"])
+@nox.parametrize(
+    "package", ["shared", "dreamzero-sft", "vision-sft"], ids=["shared", "dreamzero-sft", "vision-sft"]
+)
 def distributed(session: nox.Session, package: str) -> None:
     """Tests on 2 and 4 processes: sharding, resuming, resharding."""
     folder, stage = PACKAGES[package]
