@@ -1,5 +1,6 @@
 """A command that starts its own ranks, for the tests of the launcher: python -m launched MODE FOLDER."""
 
+import atexit
 import os
 import signal
 import sys
@@ -40,6 +41,9 @@ def main(mode: str, folder: Path, nproc: int = 2) -> None:
         (folder / f"pid{rank}").write_text(str(os.getpid()))
         if world.rank == 1:
             if mode == "mistake":
+                raise UserError("recipe.toml: trainer.x: found 3; allowed: 4")
+            if mode == "slow-mistake":  # another rank fails of this one's absence before it has ended
+                atexit.register(time.sleep, 2)
                 raise UserError("recipe.toml: trainer.x: found 3; allowed: 4")
             if mode == "crash":
                 raise ValueError("rank 1 is the cause")

@@ -117,8 +117,9 @@ def test_under_a_launcher_it_joins_instead_of_starting_ranks(tmp_path):
 
 
 @pytest.mark.distributed
-def test_a_users_mistake_on_one_rank_is_one_line_and_code_2(tmp_path):
-    code, out, err = finish("mistake", tmp_path)
+@pytest.mark.parametrize("mode", ["mistake", "slow-mistake"])
+def test_a_users_mistake_on_one_rank_is_one_line_and_code_2(tmp_path, mode):
+    code, out, err = finish(mode, tmp_path)
     assert (code, err) == (2, "launched: recipe.toml: trainer.x: found 3; allowed: 4\n")
     assert sorted(out.splitlines()) == ["hello from 0", "hello from 1"]  # and nothing of gloo's
 

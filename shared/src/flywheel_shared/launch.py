@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -173,6 +174,10 @@ def _note_failure(rank: str, error: BaseException) -> None:
     folder = os.environ.get(FAILURES)
     if folder is None or isinstance(error, GeneratorExit | SystemExit) or type(error).__name__ == "Exit":
         return
+    # Another rank may fail of this one's absence, upon which the launcher ends all that still run: it must not
+    # cut off the cause, which is about to be said.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     note = {"time": time.time(), "error": one_line(f"{type(error).__name__}: {error}")}
     path = Path(folder) / f"{rank}.json"
     path.with_suffix(".tmp").write_text(json.dumps(note))
