@@ -5,33 +5,10 @@ import pytest
 import torch
 
 from dreamzero_sft.samples import first_frame_condition, latent_mask
-from dreamzero_sft.statistics import build_metadata, read_metadata, summarise
-from dreamzero_sft.transforms import QuantileNorm, Transform, ViewSettings
+from dreamzero_sft.statistics import build_metadata, read_metadata
+from dreamzero_sft.transforms import Transform, ViewSettings
 from flywheel_shared.errors import UserError
-
-
-def test_quantile_norm_maps_percentiles_to_the_ends_and_back():
-    values = np.random.default_rng(0).normal(size=(5000, 3)) * [1, 10, 0.1]
-    norm = QuantileNorm(summarise(values), 5)
-    q01, q99 = np.quantile(values, (0.01, 0.99), axis=0)
-    ends = norm.normalise(torch.tensor(np.stack([q01, q99]), dtype=torch.float32))
-    torch.testing.assert_close(ends[:, :3], torch.tensor([[-1.0] * 3, [1.0] * 3]))
-    assert not ends[:, 3:].any()
-    inside = torch.tensor(values[(np.abs(values) < np.abs(q01)).all(1)][:50], dtype=torch.float32)
-    torch.testing.assert_close(norm.restore(norm.normalise(inside)), inside, rtol=1e-4, atol=1e-5)
-
-
-def test_what_lies_outside_the_percentiles_is_clamped():
-    norm = QuantileNorm(summarise(np.linspace(-1, 1, 101)[:, None]), 1)
-    assert norm.normalise(torch.tensor([[50.0]])).item() == 1
-    assert norm.restore(torch.tensor([[7.0]])).item() == pytest.approx(norm.q99.item())
-
-
-def test_a_constant_dim_passes_as_it_is():
-    values = np.stack([np.zeros(100), np.linspace(0, 1, 100)], axis=1)
-    norm = QuantileNorm(summarise(values), 2)
-    given = torch.tensor([[0.0, 0.5]])
-    torch.testing.assert_close(norm.restore(norm.normalise(given)), given)
+from flywheel_shared.views import side_by_side
 
 
 def test_a_request_and_a_training_frame_become_the_same_picture():
@@ -43,7 +20,7 @@ def test_a_request_and_a_training_frame_become_the_same_picture():
         torch.testing.assert_close(
             transform.resize(frames[index : index + 1]), whole_episode[index : index + 1]
         )
-    picture = transform.picture([whole_episode[None], whole_episode[None]])
+    picture = side_by_side([whole_episode[None], whole_episode[None]])
     assert picture.shape == (1, 3, 6, 16, 32)
     assert -1 <= picture.min() <= picture.max() <= 1
 

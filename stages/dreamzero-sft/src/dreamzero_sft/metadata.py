@@ -14,6 +14,7 @@ from dreamzero_sft.transforms import Transform
 from flywheel_shared.errors import UserError
 from flywheel_shared.lerobot_corpus import action_state_arrays
 from flywheel_shared.video import LinearVideoTokenizer
+from flywheel_shared.views import side_by_side
 
 CLIPS = 256  # pictures sequences the tokenizer is fitted on; its covariance has a few hundred columns
 
@@ -78,7 +79,7 @@ def fit_tokenizer(recipe: Recipe, corpus: Path, transform: Transform) -> LinearV
     chosen = torch.randperm(len(windows), generator=generator)[:count].sort().values.tolist()
     frames = windows.batch(chosen)["frames"]
     length = 1 + recipe.tokenizer.temporal  # a first frame and a group: all that the tokenizer has bases for
-    clips = transform.picture([frames[camera][:, :length] for camera in recipe.views.cameras])
+    clips = side_by_side([frames[camera][:, :length] for camera in recipe.views.cameras])
     return LinearVideoTokenizer.fit(
         clips,
         patch=recipe.tokenizer.patch,

@@ -19,6 +19,7 @@ from dreamzero_sft.transforms import Transform, ViewSettings
 from flywheel_shared.errors import UserError
 from flywheel_shared.export_folder import read_json, read_weights
 from flywheel_shared.video import LinearVideoTokenizer
+from flywheel_shared.views import side_by_side, view_of_request
 
 
 class DreamZeroPolicy:
@@ -70,7 +71,12 @@ class DreamZeroPolicy:
             UserError: if the observation lacks a field or has one of the wrong shape; the reason names it.
         """
         started = time.perf_counter()
-        video = self.transform.picture([self._view(observation, key) for key in self.views.request_keys])
+        video = side_by_side(
+            [
+                view_of_request(observation, key, self.views.height, self.views.width)
+                for key in self.views.request_keys
+            ]
+        )
         state = self._state(observation)
         prompt = observation.get("prompt")
         if not isinstance(prompt, str) or not prompt.strip():
@@ -115,14 +121,6 @@ class DreamZeroPolicy:
             "observation/state": np.zeros(self.transform.state.dim, dtype=np.float32),
             "prompt": "do nothing",
         }
-
-    def _view(self, observation: dict[str, Any], key: str) -> Tensor:
-        """One view as ``uint8 [1, 1, C, h, w]`` in the model's size."""
-        picture = np.asarray(observation.get(key))
-        if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[2] != 3 or 0 in picture.shape:
-            raise UserError(f"{key}: uint8 [H, W, 3] is needed, found {picture.dtype} {list(picture.shape)}")
-        frames = torch.from_numpy(np.ascontiguousarray(picture)).permute(2, 0, 1)[None]
-        return self.transform.resize(frames)[None]
 
     def _state(self, observation: dict[str, Any]) -> Tensor:
         """The state as float32 ``[1, 1, D]``."""

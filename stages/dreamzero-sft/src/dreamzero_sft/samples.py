@@ -12,6 +12,7 @@ from dreamzero_sft.recipe import Recipe
 from dreamzero_sft.transforms import Transform
 from flywheel_shared.lerobot_windows import EpisodeWindows, ShuffledBatches
 from flywheel_shared.video import LinearVideoTokenizer
+from flywheel_shared.views import side_by_side
 
 
 def open_windows(recipe: Recipe, corpus: Any, transform: Transform) -> EpisodeWindows:
@@ -44,7 +45,7 @@ class Collator:
     def __call__(self, windows: dict[str, Any], device: torch.device) -> Batch:
         """A batch on ``device`` from what ``EpisodeWindows.batch`` returns."""
         t, recipe = self.transform, self.recipe
-        video = t.picture([windows["frames"][camera].to(device) for camera in recipe.views.cameras])
+        video = side_by_side([windows["frames"][camera].to(device) for camera in recipe.views.cameras])
         latents = self.tokenizer.encode(video)
         actions = t.action.normalise(windows["actions"]).to(device)
         real_dim = torch.arange(actions.shape[-1], device=device) < t.action.dim

@@ -7,16 +7,7 @@ from typing import Any
 import numpy as np
 
 from flywheel_shared.errors import UserError
-
-FIELDS = ("min", "max", "mean", "std", "q01", "q99")
-
-
-def summarise(values: np.ndarray) -> dict[str, list[float]]:
-    """Minimum, maximum, mean, deviation and 1st and 99th percentile of each column of ``[N, D]``."""
-    wide = values.astype(np.float64)
-    q01, q99 = np.quantile(wide, (0.01, 0.99), axis=0)
-    found = (wide.min(0), wide.max(0), wide.mean(0), wide.std(0), q01, q99)
-    return {name: [float(v) for v in column] for name, column in zip(FIELDS, found, strict=True)}
+from flywheel_shared.normalisation import summarise
 
 
 def build_metadata(

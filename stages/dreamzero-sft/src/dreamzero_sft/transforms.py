@@ -1,13 +1,13 @@
 """From a robot's numbers and pictures to the model's, and back. Training samples and requests use the same object."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
 
+from flywheel_shared.normalisation import QuantileNorm
 from flywheel_shared.recipe import Section
+from flywheel_shared.views import resize
 
 
 class ViewSettings(Section):
@@ -25,33 +25,6 @@ class ViewSettings(Section):
     width: int
 
 
-class QuantileNorm:
-    """Scale by the 1st and 99th percentile: ``2 (x - q01) / (q99 - q01) - 1``, clamped to [-1, 1].
-
-    A dim whose percentiles are equal passes as it is (the published rule), clamped too.
-    """
-
-    def __init__(self, statistics: Mapping[str, Sequence[float]], padded_dim: int) -> None:
-        self.q01 = torch.tensor(statistics["q01"], dtype=torch.float32)
-        self.q99 = torch.tensor(statistics["q99"], dtype=torch.float32)
-        self.dim = self.q01.numel()
-        if self.dim > padded_dim:
-            raise ValueError(f"{self.dim} dims do not fit in the model's {padded_dim}")
-        self.padded_dim = padded_dim
-        self.constant = self.q99 == self.q01
-        self.span = torch.where(self.constant, torch.ones_like(self.q01), self.q99 - self.q01)
-
-    def normalise(self, x: Tensor) -> Tensor:
-        """``[..., D] -> [..., padded_dim]``, zeros in the padding."""
-        scaled = torch.where(self.constant, x, 2 * (x - self.q01) / self.span - 1).clamp(-1, 1)
-        return torch.nn.functional.pad(scaled, (0, self.padded_dim - self.dim))
-
-    def restore(self, x: Tensor) -> Tensor:
-        """``[..., padded_dim] -> [..., D]``, clamped to the range seen in training."""
-        x = x[..., : self.dim].clamp(-1, 1)
-        return torch.where(self.constant, x, (x + 1) / 2 * self.span + self.q01)
-
-
 class Transform:
     """Views, states and actions of one embodiment."""
 
@@ -64,13 +37,4 @@ class Transform:
 
     def resize(self, frames: Tensor) -> Tensor:
         """One camera's ``uint8 [T, C, H, W]`` to the view's size, uint8, antialiased."""
-        size = (self.views.height, self.views.width)
-        if frames.shape[-2:] == size:
-            return frames
-        resized = interpolate(frames.float(), size, mode="bilinear", antialias=True, align_corners=False)
-        return resized.round().clamp(0, 255).to(torch.uint8)
-
-    def picture(self, frames: Sequence[Tensor]) -> Tensor:
-        """Views ``uint8 [B, T, C, h, w]``, side by side: float ``[B, C, T, h, n w]`` in [-1, 1]."""
-        joined = torch.cat(list(frames), dim=-1).transpose(1, 2)
-        return joined.float() / 127.5 - 1
+        return resize(frames, self.views.height, self.views.width)
