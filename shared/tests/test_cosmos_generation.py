@@ -68,7 +68,7 @@ def test_a_straight_flow_is_followed_to_its_end(monkeypatch):
         Sample(ids, given, 10.0, (0,), torch.zeros(8, 6), 5),
         Sample(ids, torch.zeros(4, 2, 6, 4), 10.0),
         Sample(ids, given, 10.0, (0, 1, 2), torch.full((8, 6), 9.0), 6),
-        Sample(ids, given, 10.0, (0,), torch.full((8, 6), 9.0), 6, clean_actions=True),
+        Sample(ids, given, 10.0, (0,), torch.full((8, 6), 9.0), 6, clean_rows=8),
     ]
     made = sample_clips(line, samples, [1, 2, 3, 4], SamplerSettings(steps=8), 64)
     assert torch.equal(made[0].latents[:, 0], given[:, 0])

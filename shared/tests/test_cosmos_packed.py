@@ -1,10 +1,12 @@
 """Packed samples give what each would give alone, by diffusers' own attention and packing; gradients too."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 from diffusers import Cosmos3OmniPipeline, Cosmos3OmniTransformer
+from diffusers.pipelines.cosmos.pipeline_cosmos3_omni import get_3d_mrope_ids_vae_tokens
 
 from flywheel_shared.cosmos.model import (
     CosmosModel,
@@ -13,6 +15,7 @@ from flywheel_shared.cosmos.model import (
 )
 from flywheel_shared.cosmos.objective import (
     ObjectiveSettings,
+    add_noise,
     draw_levels,
     flow_matching_loss,
     shift_of,
@@ -50,11 +53,24 @@ def samples() -> list[Sample]:
     actions[:, 5:] = 0
     return [
         Sample(torch.randint(64, (7,)), torch.randn(4, 3, 4, 4), 10.0, (0,)),
-        Sample(torch.randint(64, (3,)), torch.randn(4, 2, 6, 5), 15.0, (0,), actions, 5, False, 1),
+        Sample(torch.randint(64, (3,)), torch.randn(4, 2, 6, 5), 15.0, (0,), actions, 5, domain_id=1),
         Sample(
-            torch.randint(64, (5,)), torch.randn(4, 3, 4, 4), 24.0, (0, 1, 2), torch.randn(8, 6), 6, False, 2
+            torch.randint(64, (5,)),
+            torch.randn(4, 3, 4, 4),
+            24.0,
+            (0, 1, 2),
+            torch.randn(8, 6),
+            6,
+            domain_id=2,
         ),
-        Sample(torch.randint(64, (5,)), torch.randn(4, 3, 4, 4), 24.0, (0,), torch.randn(8, 6), 6, True, 2),
+        Sample(
+            torch.randint(64, (5,)), torch.randn(4, 3, 4, 4), 24.0, (0,), torch.randn(8, 6), 6, 8, domain_id=2
+        ),
+        # A state row, given; and a first latent alone, with actions to be made.
+        Sample(torch.randint(64, (5,)), torch.randn(4, 3, 4, 4), 24.0, (0,), torch.randn(9, 6), 6, 1, 0, 2),
+        Sample(
+            torch.randint(64, (4,)), torch.randn(4, 1, 4, 4), 12.0, (0,), torch.randn(8, 6), 6, domain_id=1
+        ),
     ]
 
 
@@ -78,11 +94,23 @@ def alone(reference, sample: Sample, level: float):
     positions = [text["text_mrope_ids"], vision["vision_mrope_ids"]]
     extra = {}
     if sample.actions is not None:
-        clean = list(range(len(sample.actions))) if sample.clean_actions else []
+        clean = list(range(sample.clean_rows))
         action = build._prepare_action_segment(
             pipeline, sample.actions, clean, offset, sample.fps, length, "cpu"
         )
         length += action.pop("action_len")
+        action["action_mrope_ids"], _ = get_3d_mrope_ids_vae_tokens(
+            grid_t=len(sample.actions),
+            grid_h=1,
+            grid_w=1,
+            temporal_offset=offset,
+            fps=sample.fps,
+            base_fps=float(reference.config.base_fps),
+            temporal_compression_factor=1,
+            base_temporal_compression_factor=4,
+            start_frame_offset=sample.first_row,  # the pipeline's is always 1
+            reset_spatial_indices=reference.config.unified_3d_mrope_reset_spatial_ids,
+        )
         positions.append(action.pop("action_mrope_ids"))
         noisy = action.pop("num_noisy_action_tokens")
         extra = action | {
@@ -107,7 +135,7 @@ def test_packed_samples_equal_each_alone_in_outputs_and_gradients(model):
     torch.manual_seed(1)
     reference = Cosmos3OmniTransformer(**TINY.config())
     reference.load_state_dict(model.state_dict())
-    batch, levels = samples(), [0.2, 0.5, 0.7, 0.9]
+    batch, levels = samples(), [0.2, 0.5, 0.7, 0.9, 0.3, 0.6]
     videos, actions = model(pack(batch, levels, model.config))
     loss, expected_loss = torch.zeros(()), torch.zeros(())
     acting = iter(actions)
@@ -162,6 +190,42 @@ def test_padding_and_clean_parts_never_count(model, mean_over):
     assert gradient[1, :, :5].abs().sum() > 0
     assert not gradient[1, :, 5].any()  # the width beyond the embodiment's own
     assert not gradient[[0, 2]].any()  # other embodiments
+
+
+@pytest.mark.parametrize("mean_over", ["all", "made"])
+def test_what_lies_beyond_an_episode_never_counts(model, mean_over):
+    """Outputs beyond the counted ones get no gradient; the loss is the mean over the counted ones."""
+    settings = ObjectiveSettings(mean_over=mean_over, video_weight=1, action_weight=1)
+    sample = dataclasses.replace(samples()[4], counted_frames=2, counted_rows=4)
+    torch.manual_seed(3)
+    seen = {}
+
+    class Spy(torch.nn.Module):
+        config = model.config
+
+        def forward(self, packed):
+            videos, actions = model(packed)
+            seen["video"], seen["action"] = videos[0], actions[0]
+            for output in seen.values():
+                output.retain_grad()
+            return videos, actions
+
+    flow_matching_loss(Spy(), [sample], settings, 64)["loss"].backward()
+    touched = seen["video"].grad[0].abs().sum((0, 2, 3)) > 0
+    assert touched.tolist() == [False, True, False]
+    rows = seen["action"].grad.abs().sum(1) > 0
+    assert rows.tolist() == [False, True, True, True] + [False] * 5
+    torch.manual_seed(3)
+    levels = draw_levels(1, settings, 64, torch.device("cpu"))
+    _, ((target, action_target),) = add_noise([sample], levels)
+    error = (seen["video"][0, :, 1] - target[:, 1]).square().sum() / (4 * 4 * 4)
+    action_error = (seen["action"][1:4] - action_target[1:4]).square().mean()
+    if mean_over == "all":
+        error, action_error = error / 2, action_error * 3 / 4
+    torch.manual_seed(3)
+    terms = flow_matching_loss(model, [sample], settings, 64)
+    torch.testing.assert_close(terms["video"], error, rtol=1e-5, atol=0)
+    torch.testing.assert_close(terms["action"], action_error, rtol=1e-5, atol=0)
 
 
 def test_noise_levels_follow_the_published_formulas():

@@ -95,7 +95,7 @@ def test_a_recording_is_not_overwritten_unless_asked(written):
 
 def test_overwriting_replaces_datasets_and_nothing_else(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(UserError, match="holds no recording"):
+    with pytest.raises(UserError, match="holds no dataset"):
         write(tmp_path, [demonstration(0)], overwrite=True)
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 

@@ -18,6 +18,7 @@ from flywheel_shared.export_folder import read_json, read_weights
 from flywheel_shared.recipe import Section
 from flywheel_shared.video import LinearVideoTokenizer
 from flywheel_shared.wan_video import WanVideoTokenizer
+from flywheel_shared.warm_start import WarmStartSettings
 
 FORMAT = "flywheel-cosmos/1"
 LINEAR_FILE = "video_tokenizer.safetensors"
@@ -109,6 +110,13 @@ def open_video_tokenizer(
         return LinearVideoTokenizer.load(linear).to(device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return WanVideoTokenizer.load(Path(settings.path), dtype).to(device)
+
+
+def tokenizer_of_the_start(start: WarmStartSettings | None, root: Path) -> LinearVideoTokenizer | None:
+    """The video tokenizer beside the weights to begin with: they go on with the latents they were trained on."""
+    if start is None or not (root / start.source / LINEAR_FILE).is_file():
+        return None
+    return LinearVideoTokenizer.load(root / start.source / LINEAR_FILE)
 
 
 def keep_assets(

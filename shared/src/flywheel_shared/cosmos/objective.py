@@ -74,8 +74,9 @@ def add_noise(
             actions = sample.actions.float()
             action_noise = torch.randn_like(actions)
             action_noise[:, sample.action_dim :] = 0
-            if not sample.clean_actions:
-                changes["actions"] = torch.lerp(actions, action_noise, level)
+            noisy = actions.clone()
+            noisy[sample.rows_made] = torch.lerp(actions, action_noise, level)[sample.rows_made]
+            changes["actions"] = noisy
             action_target = action_noise - actions
         noised.append(replace(sample, **changes))  # type: ignore[arg-type]
         targets.append((noise - latents, action_target))
@@ -97,24 +98,23 @@ def flow_matching_loss(
     video_terms, action_terms = [], []
     predicted_actions = iter(actions)
     for sample, video, (target, action_target) in zip(samples, videos, targets, strict=True):
-        noisy = sample.noisy_frames
         # Parts that are given clean are predicted as zero, and count as zero.
-        error = (video[0].float()[:, noisy] - target[:, noisy]).square().sum()
-        video_terms.append(error / _elements(target, len(noisy), target.shape[1], settings))
+        counted = target.shape[1] if sample.counted_frames is None else sample.counted_frames
+        frames = [frame for frame in sample.noisy_frames if frame < counted]
+        error = (video[0].float()[:, frames] - target[:, frames]).square().sum()
+        video_terms.append(error / _elements(target[:, :1].numel(), counted, len(frames), settings))
         if action_target is not None:
-            rows = sample.noisy_rows
-            wanted = action_target[:rows, : sample.action_dim]
-            made = next(predicted_actions).float()[:rows, : sample.action_dim]
-            of_sample = action_target[:, : sample.action_dim]
-            action_terms.append(
-                (made - wanted).square().sum() / _elements(of_sample, rows, len(of_sample), settings)
-            )
+            counted = len(action_target) if sample.counted_rows is None else sample.counted_rows
+            rows, own = slice(sample.rows_made.start, counted), slice(sample.action_dim)
+            error = (next(predicted_actions).float()[rows, own] - action_target[rows, own]).square().sum()
+            made = max(0, rows.stop - rows.start)
+            action_terms.append(error / _elements(sample.action_dim, counted, made, settings))
     video_term = torch.stack(video_terms).mean()
     action_term = torch.stack(action_terms).sum() / len(samples) if action_terms else video_term.new_zeros(())
     loss = settings.video_weight * video_term + settings.action_weight * action_term
     return {"loss": loss, "video": video_term, "action": action_term}
 
 
-def _elements(of_sample: Tensor, made: int, rows: int, settings: ObjectiveSettings) -> float:
-    share = 1.0 if settings.mean_over == "all" else made / rows
-    return max(1.0, of_sample.numel() * share)
+def _elements(in_one: int, counted: int, made: int, settings: ObjectiveSettings) -> int:
+    """What a sample's sum is divided by; `in_one`: elements of a frame or row."""
+    return max(1, in_one * (counted if settings.mean_over == "all" else made))

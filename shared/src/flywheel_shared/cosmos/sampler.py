@@ -88,8 +88,9 @@ class _OpenParts:
         self._frames = sample.noisy_frames
         self._video_shape = (channels, len(self._frames), height, width)
         self._video = channels * len(self._frames) * height * width
-        self._action_shape = (sample.noisy_rows, sample.action_dim)
-        self.size = self._video + sample.noisy_rows * sample.action_dim
+        self._rows = sample.rows_made
+        self._action_shape = (self._rows.stop - self._rows.start, sample.action_dim)
+        self.size = self._video + self._action_shape[0] * sample.action_dim
 
     def noise(self, seed: int) -> Tensor:
         """Drawn on the CPU: a seed gives the same clip on every device."""
@@ -101,16 +102,17 @@ class _OpenParts:
         latents = self.sample.latents.float().clone()
         latents[:, self._frames] = flat[: self._video].view(self._video_shape)
         changes: dict[str, Tensor] = {"latents": latents}
-        if self.sample.actions is not None and self.sample.noisy_rows:
-            actions = torch.zeros_like(self.sample.actions, dtype=torch.float32)
-            actions[:, : self.sample.action_dim] = flat[self._video :].view(self._action_shape)
+        if self.sample.actions is not None and self._action_shape[0]:
+            actions = self.sample.actions.float().clone()
+            actions[self._rows] = 0
+            actions[self._rows, : self.sample.action_dim] = flat[self._video :].view(self._action_shape)
             changes["actions"] = actions
         return replace(self.sample, **changes)  # type: ignore[arg-type]
 
     def velocity(self, video: Tensor, actions: Tensor | None) -> Tensor:
         """The model's outputs at the open places, flat."""
         flat = video[0].float()[:, self._frames].flatten()
-        if actions is None or not self.sample.noisy_rows:
+        if actions is None or not self._action_shape[0]:
             return flat
-        own = actions.float()[: self.sample.noisy_rows, : self.sample.action_dim]
+        own = actions.float()[self._rows, : self.sample.action_dim]
         return torch.cat((flat, own.flatten()))

@@ -30,10 +30,14 @@ class Sample:
         latents: float `[C, T, H, W]`.
         fps: frames a second of the video.
         clean_frames: latent frames that are given rather than made.
-        actions: float `[rows, max_action_dim]`, zero beyond `action_dim`; row i leads from frame i to i + 1.
-        action_dim: width of the embodiment's own actions.
-        clean_actions: whether the actions are given rather than made.
+        actions: float `[rows, max_action_dim]`, zero beyond `action_dim`.
+        action_dim: width of the embodiment's own rows.
+        clean_rows: how many action rows, from the first on, are given rather than made.
+        first_row: frame at which row 0 stands: 1 where row i holds the action that leads to frame i + 1, 0
+            where a row for the start precedes those.
         domain_id: embodiment whose input and output weights the actions use.
+        counted_frames, counted_rows: latent frames and action rows, from the first on, that count in a loss;
+            what follows repeats the last one of its episode. None: all.
     """
 
     text_ids: Tensor
@@ -42,8 +46,11 @@ class Sample:
     clean_frames: tuple[int, ...] = ()
     actions: Tensor | None = None
     action_dim: int = 0
-    clean_actions: bool = False
+    clean_rows: int = 0
+    first_row: int = 1
     domain_id: int = 0
+    counted_frames: int | None = None
+    counted_rows: int | None = None
 
     @property
     def noisy_frames(self) -> list[int]:
@@ -51,9 +58,10 @@ class Sample:
         return [i for i in range(self.latents.shape[1]) if i not in self.clean_frames]
 
     @property
-    def noisy_rows(self) -> int:
+    def rows_made(self) -> slice:
         """Action rows that are made."""
-        return 0 if self.actions is None or self.clean_actions else len(self.actions)
+        count = 0 if self.actions is None else len(self.actions)
+        return slice(min(self.clean_rows, count), count)
 
     def grid(self, patch: int) -> tuple[int, int, int]:
         """Vision tokens as (frames, rows, columns)."""
@@ -130,12 +138,12 @@ def pack(samples: Sequence[Sample], noise_levels: Sequence[float] | Tensor, conf
         vision_counts.append(len(noisy) * in_frame)
         length = frames * in_frame
         if sample.actions is not None:
-            count = len(sample.actions)
-            positions_generated.append(_action_positions(count, offset, rate, config))
+            count, made = len(sample.actions), sample.rows_made
+            positions_generated.append(_action_positions(count, sample.first_row, offset, rate, config))
             action_at.append(torch.arange(at + length, at + length + count))
-            action_noisy_at.append(action_at[-1][: sample.noisy_rows])
-            action_rows.append(torch.arange(sample.noisy_rows, device=device))
-            action_counts.append(sample.noisy_rows)
+            action_noisy_at.append(action_at[-1][made])
+            action_rows.append(torch.arange(made.start, made.stop, device=device))
+            action_counts.append(made.stop - made.start)
             length += count
         generated.append(length)
         at += length
@@ -186,10 +194,10 @@ def _video_positions(
     return _grid_positions(frames, rows, columns, offset, rate, float(config.base_fps), reset, TEMPORAL, 0)
 
 
-def _action_positions(count: int, offset: int, rate: float | None, config: Any) -> Tensor:
-    """Row i stands where frame i + 1 does, on the video's clock."""
+def _action_positions(count: int, first: int, offset: int, rate: float | None, config: Any) -> Tensor:
+    """Row i stands where frame `first` + i does, on the video's clock."""
     reset = bool(config.unified_3d_mrope_reset_spatial_ids)
-    return _grid_positions(count, 1, 1, offset, rate, float(config.base_fps), reset, 1, 1)
+    return _grid_positions(count, 1, 1, offset, rate, float(config.base_fps), reset, 1, first)
 
 
 @functools.lru_cache(maxsize=2048)

@@ -16,6 +16,7 @@ from flywheel_shared.cosmos.export import (
     VideoTokenizerSettings,
     keep_assets,
     open_video_tokenizer,
+    tokenizer_of_the_start,
 )
 from flywheel_shared.cosmos.objective import flow_matching_loss
 from flywheel_shared.cosmos.sequence import Sample
@@ -51,7 +52,7 @@ def train(recipe: Recipe, root: Path, world: World) -> int:
     if world.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         if recipe.tokenizer.kind == "linear" and not linear.exists():
-            if (kept := tokenizer_of_the_start(recipe, root)) is not None:
+            if (kept := tokenizer_of_the_start(recipe.start, root)) is not None:
                 kept.save(linear)
             else:
                 fit_tokenizer(recipe.tokenizer, found.windows, linear)
@@ -107,13 +108,6 @@ def fit_tokenizer(settings: VideoTokenizerSettings, windows: Sequence[Window], p
     LinearVideoTokenizer.fit(
         clips(), patch=settings.patch, channels=settings.channels, seed=settings.seed
     ).save(path)
-
-
-def tokenizer_of_the_start(recipe: Recipe, root: Path) -> LinearVideoTokenizer | None:
-    """Weights that were trained on one tokenizer's latents go on with it."""
-    if recipe.start is None or not (root / recipe.start.source / LINEAR_FILE).is_file():
-        return None
-    return LinearVideoTokenizer.load(root / recipe.start.source / LINEAR_FILE)
 
 
 def _product(sizes: tuple[int, int, int]) -> int:
